@@ -1,0 +1,408 @@
+"""Distractors: background clips and their player, the camera walk and the colour walk.
+
+The walks follow the Distracting Control Suite (Stone et al., 2021), dynamic setting, with two of its faults left out: every
+random number comes from the generator that the caller passes, and the camera is not confined to the front quadrant.
+"""
+
+import fcntl
+import functools
+import os
+import shutil
+import tempfile
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from common.errors import UserError
+from common.tasks import Task
+
+DAVIS_URL = "https://data.vision.ee.ethz.ch/csergi/share/davis/DAVIS-2017-trainval-480p.zip"
+DCS_NUM_VIDEOS = 4  # the "easy" setting
+SYNTHETIC_CLIPS = 16  # per split
+SYNTHETIC_FRAMES = 96
+FACE_SCALE = 2.5  # the camera (45 degrees) sees 0.41 of a skybox face's width, so this many texels per image pixel
+IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
+VIDEO_SUFFIXES = {".mp4", ".avi", ".mov", ".mkv", ".webm", ".gif"}
+
+
+@dataclass(frozen=True)
+class DistractorConfig:
+    """What moves besides the agent. Camera and colour distractors exist on DCS only."""
+
+    backgrounds: str = "davis"
+    """`davis`, `synthetic`, or a folder of clips (folders of images, or video files)."""
+    davis_dir: Path = Path("data/DAVIS")
+    """Official folder layout; downloaded if it is missing."""
+    num_videos: int | None = None
+    """Number of clips, the first ones of the split in sorted order. Default: 4 on DCS, all on DMW."""
+    camera_scale: float = 0.1
+    """Difficulty of the camera walk, 0 switches it off."""
+    color_scale: float = 0.1
+    """Difficulty of the colour walk, 0 switches it off."""
+
+
+@dataclass
+class Clip:
+    """A background clip, decoded at first use."""
+
+    name: str
+    load: Callable[[], np.ndarray] = field(repr=False)
+
+    @functools.cached_property
+    def frames(self) -> np.ndarray:
+        """uint8 (T, size, size, 3), read-only."""
+        frames = self.load()
+        frames.setflags(write=False)
+        return frames
+
+
+def load_clips(config: DistractorConfig, task: Task, split: str, image_size: int | None = None) -> list[Clip]:
+    """The clips of a split, in sorted order, square and at the size that is rendered; cached per process.
+
+    On DCS a frame covers one skybox face (`FACE_SCALE` times the image size), on DMW the image. Raises `UserError` if there
+    are no clips, or fewer than `config.num_videos`.
+    """
+    if split not in ("train", "test"):
+        raise ValueError(f"split is {split!r}, must be 'train' or 'test'")
+    image_size = image_size or task.image_size
+    size = round(FACE_SCALE * image_size) if task.suite == "dcs" else image_size
+    clips = _all_clips(config.backgrounds, Path(config.davis_dir), split, size)
+    count = config.num_videos
+    if count is None:
+        count = min(DCS_NUM_VIDEOS, len(clips)) if task.suite == "dcs" else len(clips)
+    if not 1 <= count <= len(clips):
+        raise UserError(
+            f"--num-videos is {count}, but {config.backgrounds!r} has {len(clips)} clips in the {split} split"
+        )
+    return clips[:count]
+
+
+@functools.cache
+def _all_clips(backgrounds: str, davis_dir: Path, split: str, size: int) -> list[Clip]:
+    if backgrounds == "davis":
+        return _davis_clips(davis_dir, split, size)
+    if backgrounds == "synthetic":
+        return [
+            Clip(f"synthetic-{split}-{index:02d}", functools.partial(synthetic_clip, split, index, size))
+            for index in range(SYNTHETIC_CLIPS)
+        ]
+    return _folder_clips(Path(backgrounds), split, size)
+
+
+def _davis_clips(davis_dir: Path, split: str, size: int) -> list[Clip]:
+    ensure_davis(davis_dir)
+    listing = davis_dir / "ImageSets" / "2017" / ("train.txt" if split == "train" else "val.txt")
+    if not listing.is_file():
+        raise UserError(
+            f"{listing} is missing: remove {davis_dir} to download DAVIS again, or use --backgrounds synthetic"
+        )
+    folders = [davis_dir / "JPEGImages" / "480p" / name for name in sorted(listing.read_text().split())]
+    clips = [_image_clip(folder, size) for folder in folders if folder.is_dir() and _images(folder)]
+    if not clips:
+        raise UserError(
+            f"no clip of {listing} has frames in {davis_dir / 'JPEGImages' / '480p'}: remove {davis_dir} to download "
+            "DAVIS again, or use --backgrounds synthetic"
+        )
+    return clips
+
+
+def _folder_clips(folder: Path, split: str, size: int) -> list[Clip]:
+    if not folder.is_dir():
+        raise UserError(f"--backgrounds is {str(folder)!r}: neither 'davis' nor 'synthetic' nor a folder of clips")
+    clips = []
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and _images(path):
+            clips.append(_image_clip(path, size))
+        elif path.suffix.lower() in VIDEO_SUFFIXES:
+            clips.append(Clip(path.name, functools.partial(_read_video, path, size)))
+    if len(clips) < 2:
+        raise UserError(
+            f"{folder} has {len(clips)} clips (folders of images, or video files), but at least 2 are needed: "
+            "the first 80% are for training, the rest for testing"
+        )
+    num_train = max(1, int(0.8 * len(clips)))
+    return clips[:num_train] if split == "train" else clips[num_train:]
+
+
+def _images(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
+
+
+def _image_clip(folder: Path, size: int) -> Clip:
+    return Clip(folder.name, functools.partial(_read_images, folder, size))
+
+
+def _square(frame, size: int) -> np.ndarray:
+    """Centre crop a PIL image to a square and resize it: uint8 (size, size, 3)."""
+    from PIL import Image
+
+    width, height = frame.size
+    side = min(width, height)
+    left, top = (width - side) / 2, (height - side) / 2
+    box = (left, top, left + side, top + side)
+    return np.asarray(frame.convert("RGB").resize((size, size), Image.Resampling.BICUBIC, box=box))
+
+
+def _read_images(folder: Path, size: int) -> np.ndarray:
+    from PIL import Image
+
+    frames = []
+    for path in _images(folder):
+        try:
+            with Image.open(path) as image:
+                frames.append(_square(image, size))
+        except OSError as error:
+            raise UserError(f"cannot read the background frame {path}: {error}") from error
+    return np.stack(frames)
+
+
+def _read_video(path: Path, size: int) -> np.ndarray:
+    import imageio.v3 as iio
+    from PIL import Image
+
+    try:
+        frames = [_square(Image.fromarray(frame), size) for frame in iio.imiter(path)]
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"cannot read the background clip {path}: {error}") from error
+    if not frames:
+        raise UserError(f"the background clip {path} has no frames")
+    return np.stack(frames)
+
+
+# --- DAVIS download ---
+
+
+def ensure_davis(davis_dir: Path, url: str = "") -> None:
+    """Download DAVIS 2017 (480p, train and val) to `davis_dir` unless it exists; complete or not at all.
+
+    Processes that ask at the same time wait for the one that downloads. The site publishes no checksum, so the length that
+    the server announces and the archive's own CRC of every file are checked. Raises `UserError` without a network.
+    """
+    davis_dir = Path(davis_dir)
+    if davis_dir.is_dir():
+        return
+    parent = davis_dir.resolve().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    with (parent / f".{davis_dir.name}.lock.part").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if davis_dir.is_dir():
+            return
+        temporary = Path(tempfile.mkdtemp(prefix=f".{davis_dir.name}.", suffix=".part", dir=parent))
+        try:
+            _download(url or DAVIS_URL, temporary / "davis.zip", davis_dir)
+            _unpack(temporary / "davis.zip", temporary)
+            os.replace(temporary / "DAVIS", davis_dir)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _download(url: str, target: Path, davis_dir: Path) -> None:
+    from tqdm import tqdm
+
+    advice = f"Put the folder DAVIS of {url} at {davis_dir} (--davis-dir), or use --backgrounds synthetic"
+    try:
+        with urllib.request.urlopen(url, timeout=30) as response, target.open("wb") as file:
+            total = int(response.headers.get("Content-Length") or 0)
+            with tqdm(total=total or None, unit="B", unit_scale=True, desc="DAVIS 2017 (480p)") as bar:
+                while block := response.read(1 << 20):
+                    file.write(block)
+                    bar.update(len(block))
+    except (urllib.error.URLError, OSError) as error:
+        raise UserError(f"{davis_dir} is missing and downloading it failed ({error}). {advice}") from error
+    if total and target.stat().st_size != total:
+        raise UserError(f"the download of DAVIS ended at {target.stat().st_size} of {total} bytes: try again. {advice}")
+
+
+def _unpack(archive: Path, folder: Path) -> None:
+    try:
+        with zipfile.ZipFile(archive) as file:
+            for member in file.infolist():
+                if member.filename.startswith(("DAVIS/JPEGImages/480p/", "DAVIS/ImageSets/2017/")):
+                    file.extract(member, folder)  # reading a member checks its CRC
+    except zipfile.BadZipFile as error:
+        raise UserError(f"the DAVIS archive is damaged ({error}): run the same command again") from error
+    if not (folder / "DAVIS" / "JPEGImages" / "480p").is_dir():
+        raise UserError("the DAVIS archive does not hold DAVIS/JPEGImages/480p: the site has changed")
+
+
+# --- synthetic clips ---
+
+
+def synthetic_clip(split: str, index: int, size: int, num_frames: int = SYNTHETIC_FRAMES) -> np.ndarray:
+    """A seeded clip with 1/f statistics: a drifting, warping texture and moving objects. uint8 (num_frames, size, size, 3)."""
+    rng = np.random.default_rng(np.random.SeedSequence([2021, {"train": 0, "test": 1}[split], index]))
+    period = 2 * size  # the textures are periodic, so that they can drift for ever
+    scenery = _pink_texture(rng, period, exponent=1.0)
+    y, x = np.mgrid[:size, :size].astype(np.float32)
+    drift = rng.uniform(-1.0, 1.0, 2) * size / 48
+    wave = rng.uniform(0.5, 1.5, 2) * 2 * np.pi / size
+    rate = rng.uniform(0.05, 0.15, 2) * rng.choice([-1, 1], 2)
+    phase = rng.uniform(0, 2 * np.pi, 2)
+    amplitude = rng.uniform(0.02, 0.05, 2) * size
+
+    objects = []
+    for _ in range(int(rng.integers(8, 13))):
+        tint = rng.uniform(40, 215, 3).astype(np.float32)
+        skin = np.clip(tint + 0.4 * (_pink_texture(rng, size, exponent=1.3) - 127), 0, 255)
+        axes = rng.uniform(0.03, 0.10, 2) * size
+        centre, velocity = rng.uniform(0, size, 2), rng.normal(0, size / 60, 2)
+        objects.append((skin, axes, centre, velocity, rng.uniform(0, np.pi), rng.normal(0, 0.05), rng.random() < 0.5))
+
+    frames = np.empty((num_frames, size, size, 3), np.uint8)
+    for t in range(num_frames):
+        warped_y = y + drift[0] * t + amplitude[0] * np.sin(wave[0] * x + rate[0] * t + phase[0])
+        warped_x = x + drift[1] * t + amplitude[1] * np.sin(wave[1] * y + rate[1] * t + phase[1])
+        frame = _sample(scenery, warped_y, warped_x)
+        for skin, axes, centre, velocity, angle, spin, is_box in objects:
+            cy, cx = _reflect(centre + velocity * t, size)
+            cos, sin = np.cos(angle + spin * t), np.sin(angle + spin * t)
+            reach = int(np.ceil(1.5 * axes.max()))
+            rows = slice(max(int(cy) - reach, 0), int(cy) + reach + 1)
+            columns = slice(max(int(cx) - reach, 0), int(cx) + reach + 1)
+            dy, dx = y[rows, columns] - cy, x[rows, columns] - cx
+            u, v = (cos * dx + sin * dy) / axes[0], (cos * dy - sin * dx) / axes[1]
+            distance = np.maximum(abs(u), abs(v)) if is_box else np.hypot(u, v)
+            cover = np.clip((1 - distance) * axes.min() + 0.5, 0, 1)[..., None]  # one pixel of soft edge
+            patch = skin[(dy.astype(int)) % size, (dx.astype(int)) % size]
+            frame[rows, columns] += cover * (patch - frame[rows, columns])
+        frames[t] = np.clip(frame, 0, 255)
+    return frames
+
+
+def _pink_texture(rng: np.random.Generator, size: int, exponent: float) -> np.ndarray:
+    """Periodic colour noise whose amplitude falls as 1 / frequency ** exponent. float32 (size, size, 3), about 0 to 255."""
+    fy, fx = np.fft.fftfreq(size)[:, None], np.fft.rfftfreq(size)[None]
+    radius = np.hypot(fy, fx)
+    radius[0, 0] = np.inf
+    spectrum = np.fft.rfft2(rng.standard_normal((3, size, size))) * radius**-exponent
+    noise = np.fft.irfft2(spectrum, s=(size, size))
+    noise = (noise / noise.std(axis=(1, 2), keepdims=True)).transpose(1, 2, 0)
+    mixing = np.eye(3) * 0.45 + 0.55 / 3 + rng.normal(0, 0.1, (3, 3))  # natural colours vary together
+    mean, contrast = rng.uniform(85, 165, 3), rng.uniform(50, 70)
+    return np.clip(mean + contrast * (noise @ mixing) / 0.7, 0, 255).astype(np.float32)
+
+
+def _sample(texture: np.ndarray, y: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Bilinear look-up in a periodic texture (P, P, 3) at coordinates (h, w): float32 (h, w, 3)."""
+    period = len(texture)
+    y0, x0 = np.floor(y).astype(np.int32), np.floor(x).astype(np.int32)
+    fy, fx = (y - y0)[..., None].astype(np.float32), (x - x0)[..., None].astype(np.float32)
+    y0, x0 = y0 % period, x0 % period
+    y1, x1 = (y0 + 1) % period, (x0 + 1) % period
+    top = texture[y0, x0] * (1 - fx) + texture[y0, x1] * fx
+    bottom = texture[y1, x0] * (1 - fx) + texture[y1, x1] * fx
+    return top * (1 - fy) + bottom * fy
+
+
+def _reflect(position: np.ndarray, size: int) -> np.ndarray:
+    """Fold positions back into [0, size] as a ball between two walls moves."""
+    return size - abs(position % (2 * size) - size)
+
+
+# --- what changes at every step ---
+
+
+class BackgroundPlayer:
+    """Plays a random clip from a random frame in a random direction, and turns around at its ends."""
+
+    def __init__(self, clips: list[Clip], rng: np.random.Generator):
+        self.clip = clips[rng.integers(len(clips))]
+        self.index = int(rng.integers(len(self.clip.frames)))
+        self.direction = 1 if rng.random() < 0.5 else -1
+
+    @property
+    def frame(self) -> np.ndarray:
+        """The current frame, uint8 (size, size, 3)."""
+        return self.clip.frames[self.index]
+
+    def step(self) -> None:
+        last = len(self.clip.frames) - 1
+        if not 0 <= self.index + self.direction <= last:
+            self.direction = -self.direction
+        self.index = min(max(self.index + self.direction, 0), last)
+
+
+class CameraWalk:
+    """Random walk of a camera on a spherical shell around the agent, which it keeps looking at.
+
+    Per step the velocity changes by a Gaussian of std 0.1 s in each Cartesian direction and is cut to norm 0.4 s; both are for
+    a camera 4 m away and scale with the distance. Angles stay within (pi / 2) s of the task's camera, the distance between
+    1 - 0.5 s and 1 + 1.5 s times the task's, the roll within (pi / 2) s (velocity: std (pi / 300) s, at most (pi / 50) s).
+    The camera never sinks below the agent, or below the task's own camera where that one is lower.
+    """
+
+    def __init__(self, rng: np.random.Generator, scale: float, offset: np.ndarray, target: np.ndarray):
+        """`offset` (3,) in m: the task's camera relative to the agent; `target` (3,): the point it looks at, likewise."""
+        self._rng = rng
+        self._target = np.asarray(target, np.float64)
+        radius, self._heading, polar = _to_spherical(np.asarray(offset, np.float64))
+        # Angles are kept relative to the task's heading, so that no range crosses the jump of atan2 at pi.
+        self.low = np.array([radius * (1 - 0.5 * scale), -np.pi / 2 * scale, max(polar - np.pi / 2 * scale, 0.0)])
+        self.high = np.array([radius * (1 + 1.5 * scale), np.pi / 2 * scale, polar + np.pi / 2 * scale])
+        self.high[2] = min(self.high[2], max(polar, np.pi / 2))
+        self.max_roll = np.pi / 2 * scale
+        self.velocity_std, self.max_velocity = 0.1 * scale * radius / 4, 0.4 * scale * radius / 4
+        self.roll_velocity_std, self.max_roll_velocity = np.pi / 300 * scale, np.pi / 50 * scale
+
+        self.spherical = rng.uniform(self.low, self.high)  # distance, heading, angle from the vertical
+        self.roll = float(rng.uniform(-self.max_roll, self.max_roll))
+        direction = rng.standard_normal(3)
+        self._velocity = direction / np.linalg.norm(direction) * rng.uniform(0, self.max_velocity)
+        self._roll_velocity = float(rng.uniform(-self.max_roll_velocity, self.max_roll_velocity))
+
+    def step(self) -> None:
+        self._velocity += self.velocity_std * self._rng.standard_normal(3)
+        speed = np.linalg.norm(self._velocity)
+        if speed > self.max_velocity:
+            self._velocity *= self.max_velocity / speed
+        before = _to_cartesian(self.spherical)
+        self.spherical = np.clip(_to_spherical(before + self._velocity), self.low, self.high)
+        self._velocity = _to_cartesian(self.spherical) - before  # a wall stops the motion into it
+
+        velocity = self._roll_velocity + self.roll_velocity_std * self._rng.standard_normal()
+        velocity = np.clip(velocity, -self.max_roll_velocity, self.max_roll_velocity)
+        roll = float(np.clip(self.roll + velocity, -self.max_roll, self.max_roll))
+        self._roll_velocity, self.roll = roll - self.roll, roll
+
+    def pose(self) -> tuple[np.ndarray, np.ndarray]:
+        """Position relative to the agent (3,) in m, and rotation (3, 3) whose columns point right, up and backward."""
+        radius, heading, polar = self.spherical
+        position = _to_cartesian(np.array([radius, heading + self._heading, polar]))
+        backward = position - self._target
+        backward /= np.linalg.norm(backward)
+        right = np.cross([0.0, 0.0, 1.0], backward)
+        right /= np.linalg.norm(right)
+        up = np.cross(backward, right)
+        cos, sin = np.cos(self.roll), np.sin(self.roll)
+        return position, np.stack([cos * right + sin * up, cos * up - sin * right, backward], axis=1)
+
+
+def _to_spherical(point: np.ndarray) -> np.ndarray:
+    x, y, z = point
+    return np.array([np.linalg.norm(point), np.arctan2(y, x), np.arctan2(np.hypot(x, y), z)])
+
+
+def _to_cartesian(spherical: np.ndarray) -> np.ndarray:
+    radius, heading, polar = spherical
+    return radius * np.array([np.sin(polar) * np.cos(heading), np.sin(polar) * np.sin(heading), np.cos(polar)])
+
+
+class ColorWalk:
+    """Random walk of material colours: a uniform start within `scale` of the original, Gaussian steps of std 0.03 `scale`.
+
+    Colours stay within `scale` of the original and in [0, 1]. Opacity is left alone: it is what makes the floor see-through.
+    """
+
+    def __init__(self, rng: np.random.Generator, scale: float, original: np.ndarray):
+        """`original`: float (num_materials, 3), RGB in [0, 1]."""
+        self._rng, self.step_std = rng, 0.03 * scale
+        self.low, self.high = np.clip(original - scale, 0, 1), np.clip(original + scale, 0, 1)
+        self.rgb = rng.uniform(self.low, self.high)
+
+    def step(self) -> None:
+        self.rgb = np.clip(self.rgb + self.step_std * self._rng.standard_normal(self.rgb.shape), self.low, self.high)
