@@ -1,6 +1,6 @@
 """Distractors: background clips and their player, the camera walk and the colour walk.
 
-The walks follow the Distracting Control Suite (Stone et al., 2021), dynamic setting, with two of its faults left out: every
+The walks follow the Distracting Control Suite (Stone et al., 2021), dynamic setting, without two of its faults: every
 random number comes from the generator that the caller passes, and the camera is not confined to the front quadrant.
 """
 
@@ -13,7 +13,7 @@ import urllib.error
 import urllib.request
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,7 @@ from common.tasks import Task
 DAVIS_URL = "https://data.vision.ee.ethz.ch/csergi/share/davis/DAVIS-2017-trainval-480p.zip"
 DCS_NUM_VIDEOS = 4  # the "easy" setting
 SYNTHETIC_CLIPS = 16  # per split
-SYNTHETIC_FRAMES = 96
+SYNTHETIC_FRAMES = 64
 FACE_SCALE = 2.5  # the camera (45 degrees) sees 0.41 of a skybox face's width, so this many texels per image pixel
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 VIDEO_SUFFIXES = {".mp4", ".avi", ".mov", ".mkv", ".webm", ".gif"}
@@ -52,11 +52,12 @@ class Clip:
 
     name: str
     load: Callable[[], np.ndarray] = field(repr=False)
+    mirror: bool = False
 
     @functools.cached_property
     def frames(self) -> np.ndarray:
-        """uint8 (T, size, size, 3), read-only."""
-        frames = self.load()
+        """uint8 (T, size, size, 3), contiguous, read-only; left and right exchanged if `mirror`."""
+        frames = np.ascontiguousarray(self.load()[:, :, ::-1] if self.mirror else self.load())
         frames.setflags(write=False)
         return frames
 
@@ -64,14 +65,15 @@ class Clip:
 def load_clips(config: DistractorConfig, task: Task, split: str, image_size: int | None = None) -> list[Clip]:
     """The clips of a split, in sorted order, square and at the size that is rendered; cached per process.
 
-    On DCS a frame covers one skybox face (`FACE_SCALE` times the image size), on DMW the image. Raises `UserError` if there
-    are no clips, or fewer than `config.num_videos`.
+    On DCS a frame covers one skybox face (`FACE_SCALE` times the image size) and is mirrored, because the face is seen
+    from the inside; on DMW it covers the image. Raises `UserError` if there are no clips or fewer than
+    `config.num_videos`.
     """
     if split not in ("train", "test"):
         raise ValueError(f"split is {split!r}, must be 'train' or 'test'")
     image_size = image_size or task.image_size
     size = round(FACE_SCALE * image_size) if task.suite == "dcs" else image_size
-    clips = _all_clips(config.backgrounds, Path(config.davis_dir), split, size)
+    clips = _all_clips(config.backgrounds, Path(config.davis_dir), split, size, mirror=task.suite == "dcs")
     count = config.num_videos
     if count is None:
         count = min(DCS_NUM_VIDEOS, len(clips)) if task.suite == "dcs" else len(clips)
@@ -83,15 +85,17 @@ def load_clips(config: DistractorConfig, task: Task, split: str, image_size: int
 
 
 @functools.cache
-def _all_clips(backgrounds: str, davis_dir: Path, split: str, size: int) -> list[Clip]:
+def _all_clips(backgrounds: str, davis_dir: Path, split: str, size: int, mirror: bool) -> list[Clip]:
     if backgrounds == "davis":
-        return _davis_clips(davis_dir, split, size)
-    if backgrounds == "synthetic":
-        return [
+        clips = _davis_clips(davis_dir, split, size)
+    elif backgrounds == "synthetic":
+        clips = [
             Clip(f"synthetic-{split}-{index:02d}", functools.partial(synthetic_clip, split, index, size))
             for index in range(SYNTHETIC_CLIPS)
         ]
-    return _folder_clips(Path(backgrounds), split, size)
+    else:
+        clips = _folder_clips(Path(backgrounds), split, size)
+    return [replace(clip, mirror=mirror) for clip in clips]
 
 
 def _davis_clips(davis_dir: Path, split: str, size: int) -> list[Clip]:
@@ -180,8 +184,8 @@ def _read_video(path: Path, size: int) -> np.ndarray:
 def ensure_davis(davis_dir: Path, url: str = "") -> None:
     """Download DAVIS 2017 (480p, train and val) to `davis_dir` unless it exists; complete or not at all.
 
-    Processes that ask at the same time wait for the one that downloads. The site publishes no checksum, so the length that
-    the server announces and the archive's own CRC of every file are checked. Raises `UserError` without a network.
+    Processes that ask at the same time wait for the one that downloads. The site publishes no checksum, so the length
+    that the server announces and the archive's own CRC of every file are checked. Raises `UserError` without a network.
     """
     davis_dir = Path(davis_dir)
     if davis_dir.is_dir():
@@ -234,10 +238,10 @@ def _unpack(archive: Path, folder: Path) -> None:
 
 
 def synthetic_clip(split: str, index: int, size: int, num_frames: int = SYNTHETIC_FRAMES) -> np.ndarray:
-    """A seeded clip with 1/f statistics: a drifting, warping texture and moving objects. uint8 (num_frames, size, size, 3)."""
+    """A seeded clip with 1/f statistics: a drifting, warping texture and moving objects. uint8 (T, size, size, 3)."""
     rng = np.random.default_rng(np.random.SeedSequence([2021, {"train": 0, "test": 1}[split], index]))
     period = 2 * size  # the textures are periodic, so that they can drift for ever
-    scenery = _pink_texture(rng, period, exponent=1.0)
+    scenery = _pink_texture(rng, period, exponent=1.2, grayness=16)
     y, x = np.mgrid[:size, :size].astype(np.float32)
     drift = rng.uniform(-1.0, 1.0, 2) * size / 48
     wave = rng.uniform(0.5, 1.5, 2) * 2 * np.pi / size
@@ -247,8 +251,7 @@ def synthetic_clip(split: str, index: int, size: int, num_frames: int = SYNTHETI
 
     objects = []
     for _ in range(int(rng.integers(8, 13))):
-        tint = rng.uniform(40, 215, 3).astype(np.float32)
-        skin = np.clip(tint + 0.4 * (_pink_texture(rng, size, exponent=1.3) - 127), 0, 255)
+        skin = _pink_texture(rng, size, exponent=1.4, grayness=5)
         axes = rng.uniform(0.03, 0.10, 2) * size
         centre, velocity = rng.uniform(0, size, 2), rng.normal(0, size / 60, 2)
         objects.append((skin, axes, centre, velocity, rng.uniform(0, np.pi), rng.normal(0, 0.05), rng.random() < 0.5))
@@ -274,17 +277,19 @@ def synthetic_clip(split: str, index: int, size: int, num_frames: int = SYNTHETI
     return frames
 
 
-def _pink_texture(rng: np.random.Generator, size: int, exponent: float) -> np.ndarray:
-    """Periodic colour noise whose amplitude falls as 1 / frequency ** exponent. float32 (size, size, 3), about 0 to 255."""
+def _pink_texture(rng: np.random.Generator, size: int, exponent: float, grayness: float) -> np.ndarray:
+    """Periodic colour noise of amplitude 1 / frequency ** exponent. float32 (size, size, 3), 0 to 255."""
     fy, fx = np.fft.fftfreq(size)[:, None], np.fft.rfftfreq(size)[None]
     radius = np.hypot(fy, fx)
     radius[0, 0] = np.inf
     spectrum = np.fft.rfft2(rng.standard_normal((3, size, size))) * radius**-exponent
     noise = np.fft.irfft2(spectrum, s=(size, size))
-    noise = (noise / noise.std(axis=(1, 2), keepdims=True)).transpose(1, 2, 0)
-    mixing = np.eye(3) * 0.45 + 0.55 / 3 + rng.normal(0, 0.1, (3, 3))  # natural colours vary together
-    mean, contrast = rng.uniform(85, 165, 3), rng.uniform(50, 70)
-    return np.clip(mean + contrast * (noise @ mixing) / 0.7, 0, 255).astype(np.float32)
+    light, hue, other = noise / noise.std(axis=(1, 2), keepdims=True)
+    # As in photographs, most of the contrast is common to the three channels.
+    tint = rng.dirichlet([grayness] * 3) * 3 * rng.uniform(90, 150)
+    direction, second = rng.standard_normal((2, 3))
+    color = tint + light[..., None] * tint * 0.35 + hue[..., None] * direction * 14 + other[..., None] * second * 7
+    return np.clip(color, 0, 255).astype(np.float32)
 
 
 def _sample(texture: np.ndarray, y: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -292,11 +297,12 @@ def _sample(texture: np.ndarray, y: np.ndarray, x: np.ndarray) -> np.ndarray:
     period = len(texture)
     y0, x0 = np.floor(y).astype(np.int32), np.floor(x).astype(np.int32)
     fy, fx = (y - y0)[..., None].astype(np.float32), (x - x0)[..., None].astype(np.float32)
-    y0, x0 = y0 % period, x0 % period
-    y1, x1 = (y0 + 1) % period, (x0 + 1) % period
-    top = texture[y0, x0] * (1 - fx) + texture[y0, x1] * fx
-    bottom = texture[y1, x0] * (1 - fx) + texture[y1, x1] * fx
-    return top * (1 - fy) + bottom * fy
+    row0, row1 = y0 % period * period, (y0 + 1) % period * period
+    column0, column1 = x0 % period, (x0 + 1) % period
+    texels = texture.reshape(-1, 3)
+    left = texels.take(row0 + column0, axis=0) * (1 - fy) + texels.take(row1 + column0, axis=0) * fy
+    right = texels.take(row0 + column1, axis=0) * (1 - fy) + texels.take(row1 + column1, axis=0) * fy
+    return left * (1 - fx) + right * fx
 
 
 def _reflect(position: np.ndarray, size: int) -> np.ndarray:
@@ -330,14 +336,15 @@ class BackgroundPlayer:
 class CameraWalk:
     """Random walk of a camera on a spherical shell around the agent, which it keeps looking at.
 
-    Per step the velocity changes by a Gaussian of std 0.1 s in each Cartesian direction and is cut to norm 0.4 s; both are for
-    a camera 4 m away and scale with the distance. Angles stay within (pi / 2) s of the task's camera, the distance between
-    1 - 0.5 s and 1 + 1.5 s times the task's, the roll within (pi / 2) s (velocity: std (pi / 300) s, at most (pi / 50) s).
-    The camera never sinks below the agent, or below the task's own camera where that one is lower.
+    Per step the velocity changes by a Gaussian of std 0.1 s in each Cartesian direction and is cut to norm 0.4 s, both
+    for a camera 4 m away; they scale with the distance. Angles stay within (pi / 2) s of the task's camera, the
+    distance between 1 - 0.5 s and 1 + 1.5 s times the task's, the roll within (pi / 2) s (its velocity: std
+    (pi / 300) s, at most (pi / 50) s). The camera never sinks below the agent, or below the task's own camera where
+    that one is lower.
     """
 
     def __init__(self, rng: np.random.Generator, scale: float, offset: np.ndarray, target: np.ndarray):
-        """`offset` (3,) in m: the task's camera relative to the agent; `target` (3,): the point it looks at, likewise."""
+        """`offset` (3,) in m: the task's camera relative to the agent; `target` (3,): the point that it looks at."""
         self._rng = rng
         self._target = np.asarray(target, np.float64)
         radius, self._heading, polar = _to_spherical(np.asarray(offset, np.float64))
@@ -373,11 +380,13 @@ class CameraWalk:
         """Position relative to the agent (3,) in m, and rotation (3, 3) whose columns point right, up and backward."""
         radius, heading, polar = self.spherical
         position = _to_cartesian(np.array([radius, heading + self._heading, polar]))
-        backward = position - self._target
-        backward /= np.linalg.norm(backward)
-        right = np.cross([0.0, 0.0, 1.0], backward)
-        right /= np.linalg.norm(right)
-        up = np.cross(backward, right)
+        x, y, z = (position - self._target) / np.linalg.norm(position - self._target)
+        level = np.hypot(x, y)
+        backward, right, up = (
+            np.array([x, y, z]),
+            np.array([-y, x, 0]) / level,
+            np.array([-x * z, -y * z, level**2]) / level,
+        )
         cos, sin = np.cos(self.roll), np.sin(self.roll)
         return position, np.stack([cos * right + sin * up, cos * up - sin * right, backward], axis=1)
 
@@ -393,9 +402,9 @@ def _to_cartesian(spherical: np.ndarray) -> np.ndarray:
 
 
 class ColorWalk:
-    """Random walk of material colours: a uniform start within `scale` of the original, Gaussian steps of std 0.03 `scale`.
+    """Random walk of material colours: a uniform start within `scale` of the original, steps of std 0.03 `scale`.
 
-    Colours stay within `scale` of the original and in [0, 1]. Opacity is left alone: it is what makes the floor see-through.
+    Colours stay within `scale` of the original and in [0, 1]. Opacity stays: an agent must not become transparent.
     """
 
     def __init__(self, rng: np.random.Generator, scale: float, original: np.ndarray):

@@ -1,9 +1,10 @@
 """Environments with a clean and a distractor render of every state, and the agent's mask in each.
 
-The physics is dm_control's own, untouched. The distractor render uses a second model of the same scene, so that its textures,
-colours and floor cannot leak into the physics or the clean render.
+The physics is dm_control's own, untouched. The distractor render uses a second model of the same scene, so that its
+textures, colours and floor cannot leak into the physics or the clean render.
 """
 
+import atexit
 import ctypes
 import ctypes.util
 import functools
@@ -11,6 +12,7 @@ import importlib
 import os
 import subprocess
 import sys
+import weakref
 from typing import TYPE_CHECKING, Any, Literal
 
 import gymnasium
@@ -31,15 +33,22 @@ from common.tasks import Task, get_task
 if TYPE_CHECKING:
     import mujoco
 
-# Mesa's software renderer starts a thread per core in every context. One environment is one worker here, and workers are
-# as many as cores, so rendering in the calling thread is faster.
+# Mesa's software renderer would start a thread per core for every environment. There are about as many environments as
+# cores, so rendering in the calling thread is faster.
 os.environ.setdefault("LP_NUM_THREADS", "0")
 
 Render = Literal["clean", "distractor"]
 RENDERS: tuple[Render, ...] = ("clean", "distractor")
 
+MIN_CAMERA_HEIGHT = 0.05  # m above the floor
+FLOOR_CELL = 4.0  # m; size of the floor's polygons in masks and in the fast quality
+
 GL_PACKAGES = {"egl": "libegl1 libgl1 libgl1-mesa-dri", "osmesa": "libosmesa6", "glfw": "libglfw3 libgl1"}
-GL_LIBRARIES = {"egl": ("libEGL.so.1", "EGL"), "osmesa": ("libOSMesa.so.8", "OSMesa"), "glfw": ("libglfw.so.3", "glfw")}
+GL_LIBRARIES = {
+    "egl": ("libEGL.so.1", "EGL"),
+    "osmesa": ("libOSMesa.so.8", "OSMesa"),
+    "glfw": ("libglfw.so.3", "glfw"),
+}
 
 
 def make_env(
@@ -55,13 +64,13 @@ def make_env(
 ) -> gymnasium.Env:
     """An environment whose observation is a dict; `renders=()` is physics only and needs no OpenGL.
 
-    Observation: `state` float32 (S,); for each render r `r/observation` uint8 (H, W, 3) and, with `masks`, `r/mask` bool
-    (H, W), true on the agent. Actions are clipped to [-1, 1]. `truncated` is true after `max_steps` steps.
+    Observation: `state` float32 (S,); for each render r `r/observation` uint8 (H, W, 3) and, with `masks`, `r/mask`
+    bool (H, W), true on the agent. Actions are clipped to [-1, 1]. `truncated` is true after `max_steps` steps.
 
     `reset(seed=...)` fixes the physics and every distractor, whatever ran before in the same object. Its `info` has
     `background` (the clip's name), `background_start` and `background_direction` if there is a distractor render.
 
-    `quality="fast"` renders without shadows, reflections and multisampling and with coarser spheres, capsules and floors.
+    `quality="fast"` renders without shadows, reflections and multisampling and with coarser capsules and floors.
     OpenGL starts at the first reset, so that a parent process can make the environment only to ask for its spaces.
     """
     task = get_task(env)
@@ -121,7 +130,9 @@ class DCSEnv(gymnasium.Env):
         self._renderer: _Renderer | None = None
         self._steps = 0
 
-        spaces: dict[str, gymnasium.Space] = {"state": gymnasium.spaces.Box(-np.inf, np.inf, (task.state_dim,), np.float32)}
+        spaces: dict[str, gymnasium.Space] = {
+            "state": gymnasium.spaces.Box(-np.inf, np.inf, (task.state_dim,), np.float32)
+        }
         for render in renders:
             spaces[f"{render}/observation"] = gymnasium.spaces.Box(0, 255, (image_size, image_size, 3), np.uint8)
             if masks:
@@ -211,7 +222,8 @@ class _Renderer:
             self._original_rgb = model.mat_rgba[:, :3].copy()
             floor = mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_MATERIAL, "grid")
             model.mat_rgba[floor, 3] = task.floor_alpha
-            self._texture = _SkyboxTexture(self._contexts["distractor"])
+            self._texture = _SkyboxTexture(self._contexts["distractor"], model.cam_fovy[task.camera])
+        _open_renderers.add(self)
         self._player: BackgroundPlayer | None = None
         self._camera_walk: CameraWalk | None = None
         self._color_walk: ColorWalk | None = None
@@ -222,7 +234,9 @@ class _Renderer:
         self._camera_walk = self._color_walk = None
         if config.camera_scale > 0:
             offset, target = self._camera_relative_to_agent()
-            self._camera_walk = CameraWalk(np.random.default_rng(streams["camera"]), config.camera_scale, offset, target)
+            self._camera_walk = CameraWalk(
+                np.random.default_rng(streams["camera"]), config.camera_scale, offset, target
+            )
         rgb = self._original_rgb
         if config.color_scale > 0:
             self._color_walk = ColorWalk(np.random.default_rng(streams["color"]), config.color_scale, rgb)
@@ -257,6 +271,8 @@ class _Renderer:
         return result
 
     def close(self) -> None:
+        """Free the OpenGL context and all in it."""
+        _open_renderers.discard(self)
         self._gl.make_current()
         for context in self._contexts.values():
             context.free()
@@ -274,7 +290,7 @@ class _Renderer:
                 quality.offsamples = quality.shadowsize = 0
                 # A plane is drawn as a grid, up to 200 x 200 cells, for smooth light.
                 planes = model.geom_type == mujoco.mjtGeom.mjGEOM_PLANE
-                model.geom_size[planes, 2] = np.inf if masks else FAST_FLOOR_CELL
+                model.geom_size[planes, 2] = FLOOR_CELL
             if fast:
                 quality.numslices, quality.numstacks = 16, 8
             context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)
@@ -324,38 +340,49 @@ class _Renderer:
         mujoco, scene = self._mujoco, self._scenes[render]
         flags = [int(mujoco.mjtRndFlag.mjRND_SEGMENT), int(mujoco.mjtRndFlag.mjRND_IDCOLOR)]
         scene.flags[flags] = 1
-        red, green, blue = np.moveaxis(self._read(render, "mask").astype(np.int32), 2, 0)
+        color = self._read(render, "mask").astype(np.int32)
         scene.flags[flags] = 0
+        segments = color[..., 0] + (color[..., 1] << 8) + (color[..., 2] << 16)
         is_agent = np.zeros(scene.ngeom + 1, np.bool_)  # index 0 is the sky
         bodies = self._models[render].geom_bodyid
         for geom in scene.geoms[: scene.ngeom]:
             if geom.objtype == mujoco.mjtObj.mjOBJ_GEOM and geom.segid >= 0:
                 is_agent[geom.segid + 1] = bodies[geom.objid] != 0
-        return is_agent[red + (green << 8) + (blue << 16)]
-
-
-FAST_FLOOR_CELL = 4.0  # m
-MIN_CAMERA_HEIGHT = 0.05  # m above the floor
+        return is_agent[segments]
 
 
 class _SkyboxTexture:
-    """Writes a clip's frame to the faces of a context's skybox."""
+    """Writes a clip's frame to the faces of a context's skybox that the camera sees.
 
-    def __init__(self, context: "mujoco.MjrContext"):
+    The faces are seen from the inside, so a mirrored frame appears as it is; upright it is on the four sides.
+    """
+
+    # The world's direction of each cube map face, in OpenGL's order.
+    _DIRECTIONS = np.array([(1, 0, 0), (-1, 0, 0), (0, 0, 1), (0, 0, -1), (0, -1, 0), (0, 1, 0)])
+
+    def __init__(self, context: "mujoco.MjrContext", fovy: float):
+        """`fovy`: the camera's vertical field of view in degrees, for square images."""
         from OpenGL import GL
+        from OpenGL.raw.GL.VERSION.GL_1_1 import glTexSubImage2D
 
-        self._gl, self._texture = GL, int(context.texture[0])
+        self._gl, self._write, self._texture = GL, glTexSubImage2D, int(context.texture[0])
+        GL.glBindTexture(GL.GL_TEXTURE_CUBE_MAP, self._texture)
+        GL.glTexParameteri(GL.GL_TEXTURE_CUBE_MAP, GL.GL_TEXTURE_MIN_FILTER, GL.GL_LINEAR)  # there are no mipmaps
+        # Largest angle between the camera's axis and that of a face of which it sees a corner.
+        self._min_cosine = np.cos(np.arctan(np.sqrt(2)) + np.arctan(np.sqrt(2) * np.tan(np.deg2rad(fovy) / 2)))
 
     def upload(self, frame: np.ndarray, scene: "mujoco.MjvScene") -> None:
+        """`frame`: uint8 (face, face, 3), contiguous."""
         GL = self._gl
         GL.glBindTexture(GL.GL_TEXTURE_CUBE_MAP, self._texture)
         GL.glPixelStorei(GL.GL_UNPACK_ALIGNMENT, 1)
-        size = len(frame)
-        for face in range(6):
-            GL.glTexSubImage2D(
-                GL.GL_TEXTURE_CUBE_MAP_POSITIVE_X + face, 0, 0, 0, size, size, GL.GL_RGB, GL.GL_UNSIGNED_BYTE, frame
+        cosines = self._DIRECTIONS @ scene.camera[0].forward
+        cosines[2:4] = abs(cosines[2:4])  # the floor's reflection shows what is above
+        for face in np.flatnonzero(cosines > self._min_cosine):
+            target = GL.GL_TEXTURE_CUBE_MAP_POSITIVE_X + int(face)
+            self._write(
+                target, 0, 0, 0, *frame.shape[1::-1], GL.GL_RGB, GL.GL_UNSIGNED_BYTE, ctypes.c_void_p(frame.ctypes.data)
             )
-        GL.glTexParameteri(GL.GL_TEXTURE_CUBE_MAP, GL.GL_TEXTURE_MIN_FILTER, GL.GL_LINEAR)
 
 
 def _distractor_model(task: Task, face: int) -> "mujoco.MjModel":
@@ -371,11 +398,19 @@ def _distractor_model(task: Task, face: int) -> "mujoco.MjModel":
 
 # --- OpenGL ---
 
+_open_renderers: "weakref.WeakSet[_Renderer]" = weakref.WeakSet()
+
+
+@functools.cache
+def _close_at_exit() -> None:
+    """Close what is left open before the OpenGL bindings shut down; call it when they have started."""
+    atexit.register(lambda: [renderer.close() for renderer in list(_open_renderers)])
+
 
 def _import_suite():
     """dm_control.suite, imported so that neither it nor mujoco starts OpenGL.
 
-    dm_control initializes EGL when it is imported, which fails without EGL even for physics only, and which makes a later
+    dm_control initializes EGL when it is imported, which fails without EGL even for physics only and makes a later
     fork unsafe on a GPU.
     """
     backend = _select_gl()
@@ -445,4 +480,5 @@ def _start_gl(size: int):
             f"OpenGL cannot start for rendering with MUJOCO_GL={backend} ({error}). On Debian or Ubuntu run "
             f"`apt-get install {GL_PACKAGES[backend]}`, or use MUJOCO_GL=osmesa after `apt-get install libosmesa6`"
         ) from error
+    _close_at_exit()
     return context
