@@ -25,6 +25,7 @@ import mmap
 import os
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -877,6 +878,24 @@ class Batch(NamedTuple):
         return [tensor for tensor in self if tensor is not None]
 
 
+class _Buffers:
+    """Host memory for batches that is used again once no tensor shows it: fresh pages cost more than filling them.
+
+    A tensor made from an array keeps a reference to it for as long as any view lives, so the reference count tells.
+    """
+
+    def __init__(self, keep: int = 4):
+        self._arrays: list[np.ndarray] = []
+        self._keep = keep
+
+    def take(self, shape: tuple[int, ...]) -> np.ndarray:
+        for i in range(len(self._arrays)):  # by index: a loop variable would be one more reference
+            if self._arrays[i].shape == shape and sys.getrefcount(self._arrays[i]) <= 2:  # the list and the argument
+                return self._arrays[i]
+        self._arrays = [np.empty(shape, np.uint8), *self._arrays][: self._keep]
+        return self._arrays[0]
+
+
 def _load(
     dataset: Dataset,
     t: np.ndarray,
@@ -885,6 +904,7 @@ def _load(
     masks: bool,
     on_device: bool,
     noise_seed: list[int],
+    buffers: _Buffers,
 ) -> Batch:
     """Gather windows (B, F). On CUDA the copies are queued on the current stream and do not block."""
     pin = device.type == "cuda"  # the host allocator keeps a pinned block alive until its copy is done
@@ -896,7 +916,8 @@ def _load(
     def gather(kind: Literal["frames", "masks"], item: tuple[int, ...]) -> torch.Tensor:
         if on_device:
             return dataset.resident(kind, device)[where]
-        host = torch.empty((*window.shape, *item), dtype=torch.uint8, pin_memory=pin)
+        shape = (*window.shape, *item)
+        host = torch.empty(shape, dtype=torch.uint8, pin_memory=True) if pin else torch.from_numpy(buffers.take(shape))
         (dataset.frames if kind == "frames" else dataset.masks)(window, out=host.numpy())
         return host.to(device, non_blocking=True) if pin else host
 
@@ -985,6 +1006,7 @@ class Sampler:
             dataset.resident("frames", self.device)
             if masks:
                 dataset.resident("masks", self.device)
+        self._buffers = _Buffers()
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
         self._prefetch: _Prefetch = _Prefetch(self._load, start, None, self.device)
 
@@ -1032,7 +1054,7 @@ class Sampler:
         window = window_index(self.dataset, t, k, max_offset=self.max_offset)
         epoch, batch = divmod(position, self.batches_per_epoch)
         noise_seed = [self.seed, epoch, 2, batch]
-        return _load(self.dataset, t, window, self.device, self.masks, self.on_device, noise_seed)
+        return _load(self.dataset, t, window, self.device, self.masks, self.on_device, noise_seed, self._buffers)
 
 
 class TensorSampler:
@@ -1099,8 +1121,10 @@ def sequential(
 
     def load(position: int) -> Batch:
         t = indices[position * batch_size : (position + 1) * batch_size]
-        return _load(dataset, t, window_index(dataset, t, max_offset=max_offset), device, masks, on_device, [position])
+        window = window_index(dataset, t, max_offset=max_offset)
+        return _load(dataset, t, window, device, masks, on_device, [position], buffers)
 
+    buffers = _Buffers()
     stop = -(-len(indices) // batch_size)
     if start >= stop:
         return

@@ -315,6 +315,20 @@ def test_seek(data):
     assert sampler.episodes(3) == np.unique(dataset.episode_of_frame[whole[3].index]).tolist()
 
 
+def test_batches_that_are_kept_stay_as_they_were(data):
+    """Host memory is used again, but not while a view of it lives."""
+    dataset = open_train(data)
+    sampler = Sampler(dataset, 6, max_offset=10, seed=0, device=CPU)
+    views = [sampler.next().frames[:, 3:4, ::2] for _ in range(30)]
+    for position, view in enumerate(views):
+        t, k = sampler.draw(position)
+        np.testing.assert_array_equal(view, dataset.frames(window_index(dataset, t, k, max_offset=10))[:, 3:4, ::2])
+    del views, view
+    addresses = {sampler.next().frames.data_ptr() for _ in range(30)}
+    sampler.close()
+    assert len(addresses) <= 8
+
+
 def test_tensor_sampler():
     tensors = {"x": torch.arange(10), "y": torch.arange(10) * 2.0}
     sampler = TensorSampler(tensors, 3, seed=0)
@@ -402,7 +416,7 @@ def test_truncated(data, keep):
 
 
 def test_flipped_bits(data):
-    """In whichever byte: the reader or `verify` names the file, for frames also the episode; it never passes as good."""
+    """In whichever byte: the reader or `verify` names the file, for frames also the episode; never a silent pass."""
     path = shard_file(data, 0)
     good, offset = path.read_bytes(), read_shard(path).offset
     frame = 16 * 16 * 3
