@@ -1,0 +1,202 @@
+"""NMSE of a linear probe, rollouts of a decoded policy, and returns relative to the expert's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from torch import Tensor
+
+from common import runs
+from common.dataset import Dataset
+from common.distractors import DistractorConfig
+from common.envs import make_env
+from common.tasks import Task
+
+Pairs = Iterable[tuple[Tensor, Tensor]]  # latent actions (B, d_z) and actions (B, A) clipped to [-1, 1]
+
+# Evaluation episodes are the same for every method and training seed, and no dataset uses their seeds.
+EVALUATION_SEED = 0xE7A1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Linear probe
+
+
+class LinearProbe:
+    """Least squares with bias from z to actions, from streamed float64 normal equations."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.xx: Tensor | None = None
+        self.xy: Tensor | None = None
+
+    def add(self, z: Tensor, action: Tensor) -> None:
+        """Adds a batch: z (B, d_z), action (B, A)."""
+        x = torch.cat([z.double(), z.new_ones(len(z), 1, dtype=torch.float64)], dim=1)
+        xx, xy = x.T @ x, x.T @ action.double()
+        self.count += len(z)
+        self.xx = xx if self.xx is None else self.xx + xx
+        self.xy = xy if self.xy is None else self.xy + xy
+
+    def solve(self) -> Tensor:
+        """The weights, float64 (d_z + 1, A), bias last; the shortest of all solutions if z does not span its space."""
+        assert self.xx is not None and self.xy is not None
+        xx, xy = (value.cpu().numpy() / self.count for value in (self.xx, self.xy))
+        # Columns are brought to one scale first, so that the cut-off for null directions means the same for each.
+        scale = np.sqrt(np.maximum(np.diag(xx), 1e-300))
+        values, vectors = np.linalg.eigh(xx / scale[:, None] / scale[None])
+        kept = values > values[-1] * len(values) * np.finfo(np.float64).eps
+        solution = (vectors[:, kept] / values[kept]) @ (vectors[:, kept].T @ (xy / scale[:, None]))
+        return torch.from_numpy(solution / scale[:, None])
+
+
+def nmse(train: Pairs, test: Pairs, variance: float) -> dict[str, Any]:
+    """NMSE of the linear probe, fitted on `train` and evaluated on `test`.
+
+    The mean squared error over samples and dimensions, divided by `variance`, the mean per-dimension variance of the
+    clipped train actions (`Dataset.action_variance`). The paper's equation sums over dimensions; its text and its
+    numbers mean the average. 1 is the error of the mean action.
+
+    Returns ``nmse`` and ``per_dimension``: each dimension's mean squared error over the same denominator.
+    """
+    probe = LinearProbe()
+    for z, action in train:
+        probe.add(z, action)
+    weights = probe.solve()
+    total, count = torch.zeros(weights.shape[1], dtype=torch.float64), 0
+    for z, action in test:
+        prediction = z.double() @ weights[:-1].to(z.device) + weights[-1].to(z.device)
+        total += (prediction - action.double()).square().sum(0).cpu()
+        count += len(z)
+    error = total / count / variance
+    return {"nmse": error.mean().item(), "per_dimension": error.tolist()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rollouts
+
+
+class _Episodes(gymnasium.Wrapper):
+    """Runs the episodes first, first + step, ... of the evaluation, one after the other, and idles after the last."""
+
+    def __init__(self, make: Callable[[], gymnasium.Env], first: int, step: int, episodes: int) -> None:
+        super().__init__(make())
+        self.number, self.stride, self.episodes = first - step, step, episodes
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self.number += self.stride
+        seed_sequence = np.random.SeedSequence([EVALUATION_SEED, min(self.number, self.episodes - 1)])
+        return self.env.reset(seed=int(seed_sequence.generate_state(1)[0]))
+
+
+def evaluation_distractors(dataset: Dataset, davis_dir: Any = None) -> tuple[DistractorConfig, str]:
+    """The distractors and the rendering quality that made `dataset`; `davis_dir` overrides where the clips lie."""
+    settings = dict(dataset.plan["distractors"])
+    if davis_dir is not None:
+        settings["davis_dir"] = davis_dir
+    return DistractorConfig(**settings), dataset.plan["quality"]
+
+
+def rollout(
+    act: Callable[[Tensor], Tensor],
+    task: Task,
+    dataset: Dataset,
+    *,
+    episodes: int,
+    num_envs: int,
+    device: torch.device,
+    davis_dir: Any = None,
+    max_steps: int | None = None,
+) -> dict[str, Any]:
+    """Runs the deterministic policy `act` for `episodes` episodes on held-out (test split) backgrounds.
+
+    The environments render what `dataset` shows: same render, distractor settings and quality.
+
+    Args:
+        act: uint8 frames (N, 3, H, W, 3), the newest last, to actions (N, A).
+        num_envs: environments in parallel, one process each; does not change the result's episodes.
+        max_steps: shorter episodes than the task's.
+
+    Returns ``return_mean``, ``return_std``, ``returns``, ``lengths`` and, on Meta-World, ``success_rate``.
+
+    Raises:
+        Stopped: a signal arrived.
+    """
+    config, quality = evaluation_distractors(dataset, davis_dir)
+    num_envs = min(num_envs, episodes)
+    make = partial(
+        make_env, task.name, split="test", renders=(dataset.render,), masks=False, quality=quality,
+        distractors=config, max_steps=max_steps,
+    )  # fmt: skip
+    makers = [partial(_Episodes, make, first, num_envs, episodes) for first in range(num_envs)]
+    if num_envs == 1:
+        envs: Any = gymnasium.vector.SyncVectorEnv(makers, autoreset_mode=gymnasium.vector.AutoresetMode.NEXT_STEP)
+    else:
+        envs = gymnasium.vector.AsyncVectorEnv(
+            makers, context="spawn", autoreset_mode=gymnasium.vector.AutoresetMode.NEXT_STEP
+        )
+    returns, lengths, successes = np.full(episodes, np.nan), np.zeros(episodes, int), np.zeros(episodes, bool)
+    number = np.arange(num_envs)  # the episode that each environment is in
+    length, total, success = np.zeros(num_envs, int), np.zeros(num_envs), np.zeros(num_envs, bool)
+    progress = runs.Progress("evaluation", episodes, "episodes")
+    try:
+        frame = envs.reset()[0][f"{dataset.render}/observation"]
+        stack = np.repeat(frame[:, None], 3, axis=1)  # (N, 3, H, W, 3): frames before the first one repeat it
+        starting = np.zeros(num_envs, bool)  # this step only resets the environment
+        while (number < episodes).any():
+            if runs.stop_requested():
+                raise runs.Stopped("evaluation starts over when the same command is repeated")
+            with torch.inference_mode():
+                action = act(torch.from_numpy(stack).to(device)).float().cpu().numpy()
+            observation, reward, terminated, truncated, info = envs.step(np.clip(action, -1, 1))
+            frame = observation[f"{dataset.render}/observation"]
+            stack = np.concatenate([stack[:, 1:], frame[:, None]], axis=1)
+            stack[starting] = frame[starting][:, None]
+            running = ~starting
+            length[running] += 1
+            total[running] += reward[running]
+            success |= running & np.asarray(info.get("success", np.zeros(num_envs)), bool)
+            ended = running & (terminated | truncated)
+            for env in np.flatnonzero(ended & (number < episodes)):
+                returns[number[env]], lengths[number[env]] = total[env], length[env]
+                successes[number[env]] = success[env]
+                progress.update(1, f"return {np.nanmean(returns):.1f}")
+            number[ended] += num_envs
+            length[ended], total[ended], success[ended] = 0, 0, False
+            starting = ended
+    finally:
+        envs.close()
+        progress.close()
+    result = {
+        "return_mean": float(returns.mean()),
+        "return_std": float(returns.std()),
+        "returns": returns.tolist(),
+        "lengths": lengths.tolist(),
+    }
+    if task.suite == "dmw":
+        result["success_rate"] = float(successes.mean())
+    return result
+
+
+def normalised_score(rolled: dict[str, Any], task: Task, dataset: Dataset) -> dict[str, float | None]:
+    """NR (DCS) or NSR (Meta-World) against both denominators: the paper's expert, and the one that made `dataset`.
+
+    The dataset's expert is taken over its whole episodes; where they are shorter than the task's, its mean return is no
+    full-length score and that ratio is None.
+    """
+    if task.suite == "dmw":
+        assert dataset.episode_success is not None
+        score, expert = rolled["success_rate"], float(dataset.episode_success.mean())
+        comparable = True
+    else:
+        score, expert = rolled["return_mean"], dataset.mean_return
+        comparable = bool((np.diff(dataset.episode_start) - 1).min() == max(rolled["lengths"]))
+    return {
+        "normalised_paper": score / task.expert_score,
+        "normalised_dataset": score / expert if comparable and expert > 0 else None,
+    }

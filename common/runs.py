@@ -1,0 +1,454 @@
+"""What scripts share around their work: command line, signals, atomic files, run directory, checkpoints, progress.
+
+A run directory holds ``args.json``, ``metrics.jsonl``, ``checkpoints/`` (two per unfinished stage), one ``<stage>.pt``
+per finished stage, pictures and, at the end, ``result.json``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import platform
+import resource
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line and signals
+
+
+class Stopped(Exception):
+    """A signal asked for the end; what was done is saved and the same command goes on."""
+
+
+_stop_signal: int | None = None
+
+
+def install_signal_handlers() -> None:
+    """SIGINT and SIGTERM set a flag that long loops read through `stop_requested`; a second SIGINT ends at once."""
+
+    def handler(number: int, _frame: Any) -> None:
+        global _stop_signal
+        if _stop_signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        _stop_signal = number
+
+    signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGTERM, handler)
+
+
+def stop_requested() -> bool:
+    """True once SIGINT or SIGTERM has arrived."""
+    return _stop_signal is not None
+
+
+def cli(main: Callable[[Any], None], default: Any) -> None:
+    """Parses the command line into the dataclass of `default` and calls `main(args)`.
+
+    `default` is an instance, or a function from argv to an instance (defaults that depend on ``--env``).
+    A `UserError` and a full disk end in one line on stderr and exit code 1, a signal in exit code 128 + its number.
+    """
+    import tyro
+
+    install_signal_handlers()
+    name = Path(sys.argv[0]).name
+    try:
+        if callable(default):
+            default = default(sys.argv[1:])
+        args = tyro.cli(type(default), default=default, description=sys.modules["__main__"].__doc__)
+        main(args)
+    except UserError as error:
+        print(f"{name}: error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except Stopped as stopped:
+        print(f"{name}: stopped: {stopped}", file=sys.stderr)
+        sys.exit(128 + (_stop_signal or signal.SIGINT))
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        where = f" while writing {error.filename}" if error.filename else ""
+        print(f"{name}: error: the disk is full{where}; free some space and repeat the command", file=sys.stderr)
+        sys.exit(1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def fsync_folder(folder: Path) -> None:
+    """Makes a rename inside `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yields a temporary path in the same folder: renamed to `path` when the block ends well, else removed."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # The suffix stays, since libraries choose a format by it.
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.part{path.suffix}")
+    try:
+        yield temporary
+        publish(temporary, path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Gives a finished temporary file its final name, durably."""
+    with open(temporary, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    fsync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes `value` as JSON, completely or not at all."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=1, default=str) + "\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Facts about the machine
+
+
+def git_commit() -> str | None:
+    """The commit of the code, with ``+changes`` if tracked files differ from it; None outside a repository."""
+    root = Path(__file__).parents[1]
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
+        status = subprocess.run(
+            ["git", "status", "--porcelain", "-uno"], cwd=root, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit.stdout.strip() + ("+changes" if status.stdout.strip() else "")
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that decide the numbers."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": platform.python_version()}
+    for package in ("torch", "numpy", "h5py", "dm_control", "mujoco", "metaworld", "gymnasium"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, and the accelerator if there is one."""
+    import torch
+
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"cpu": cpu, "cores": os.cpu_count(), "gpu": gpu, "torch_threads": torch.get_num_threads()}
+
+
+def peak_memory_gib(device: Any) -> float:
+    """Peak memory in GiB: allocated on the GPU for a CUDA device, else resident in this process."""
+    import torch
+
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Progress
+
+
+class Progress:
+    """A progress bar with rate, ETA and the newest numbers; plain lines where the output is no terminal.
+
+    Args:
+        name: what is counted, shown first.
+        total: the number of `unit`s at the end.
+        done: how many were done before (a resumed stage); they do not count for the rate.
+        every: seconds between two plain lines.
+    """
+
+    def __init__(self, name: str, total: int, unit: str, done: int = 0, every: float = 20.0) -> None:
+        from tqdm import tqdm
+
+        self.name, self.total, self.unit, self.done, self.first, self.every = name, total, unit, done, done, every
+        self.start = self.last = time.monotonic()
+        self.note = ""
+        self.bar = tqdm(desc=name, total=total, initial=done, unit=unit) if sys.stderr.isatty() else None
+
+    def update(self, count: int, note: str | None = None) -> None:
+        """Counts `count` more units; `note` replaces the numbers shown."""
+        self.done += count
+        if note is not None:
+            self.note = note
+            if self.bar is not None:
+                self.bar.set_postfix_str(note, refresh=False)
+        if self.bar is not None:
+            self.bar.update(count)
+        elif time.monotonic() - self.last >= self.every or (self.done >= self.total and count):
+            self.last = time.monotonic()
+            rate = (self.done - self.first) / max(self.last - self.start, 1e-9)
+            eta = (self.total - self.done) / rate if rate > 0 else float("inf")
+            line = f"{self.name}: {self.done}/{self.total} {self.unit}, {rate:.1f} {self.unit}/s, ETA {eta:.0f} s"
+            print(line + (f", {self.note}" if self.note else ""), flush=True)
+
+    def close(self) -> None:
+        """Leaves the bar as it is and gives the line free."""
+        if self.bar is not None:
+            self.bar.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Run directory
+
+# Fields that may differ between two commands that continue one run: they change neither the data nor the numbers.
+RUNTIME_FIELDS = frozenset(
+    "data_dir runs_dir davis_dir variant device compile eval_envs log_every checkpoint_every "
+    "track wandb_project".split()
+)
+
+
+def variant_name(args: Any, default: Any) -> str:
+    """Names what `args` changes against the defaults of its environment, for the run directory: ``default`` or
+    ``no-loss-mask_latent-dim=64``. Seed, environment and runtime fields have their own place and are left out.
+    """
+    if args.variant:
+        return args.variant
+    parts = ["quick"] if args.quick else []
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        if field.name in RUNTIME_FIELDS | {"env", "seed", "quick"} or value == getattr(default, field.name):
+            continue
+        name = field.name.replace("_", "-")
+        parts.append((name if value else f"no-{name}") if isinstance(value, bool) else f"{name}={value}")
+    return "_".join(parts).replace("/", "-") or "default"
+
+
+def jsonable(args: Any) -> dict[str, Any]:
+    """The dataclass `args` as JSON values (paths as strings)."""
+    return {key: str(value) if isinstance(value, Path) else value for key, value in dataclasses.asdict(args).items()}
+
+
+class Run:
+    """The directory of one run: refuses other arguments, keeps metrics and checkpoints, resumes.
+
+    Args:
+        args: the script's arguments; needs ``env``, ``seed``, ``runs_dir``, ``track`` and ``wandb_project``.
+        script: the script's name without ``.py``.
+        variant: the folder between environment and seed.
+        identity: further values that must be the same when the run goes on (the dataset hash).
+
+    Raises:
+        UserError: the directory was made with other arguments, or another process uses it.
+    """
+
+    def __init__(self, args: Any, script: str, variant: str, identity: dict[str, Any]) -> None:
+        self.args, self.script, self.variant, self.identity = args, script, variant, identity
+        self.dir = Path(args.runs_dir) / script / args.env / variant / f"seed{args.seed}"
+        self.dir.mkdir(parents=True, exist_ok=True)
+        self._lock = open(self.dir / ".lock", "w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process is writing to {self.dir}; wait for it or choose --variant") from None
+        self._check_args()
+        self.commit, self.versions = git_commit(), versions()
+        self.metrics_path = self.dir / "metrics.jsonl"
+        self._metrics = open(self.metrics_path, "a")
+        self.wandb = None
+        if args.track:
+            self._start_wandb()
+
+    def _check_args(self) -> None:
+        path = self.dir / "args.json"
+        new = jsonable(self.args) | self.identity
+        if not path.exists():
+            for leftover in self.dir.glob(".*.part*"):
+                leftover.unlink()
+            write_json(path, new)
+            return
+        try:
+            old = json.loads(path.read_text())
+        except json.JSONDecodeError:
+            raise UserError(f"{path} is damaged; remove {self.dir} and repeat the command") from None
+        lines = [
+            f"  {key}: {old.get(key)!r} there, {new.get(key)!r} now"
+            for key in sorted(old.keys() | new.keys())
+            if key not in RUNTIME_FIELDS and old.get(key) != new.get(key)
+        ]
+        if lines:
+            raise UserError(
+                f"{self.dir} was made with other arguments:\n" + "\n".join(lines) + "\n"
+                "Use the same arguments to go on, --variant NAME for a new run, or remove the directory."
+            )
+
+    def _start_wandb(self) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise UserError("--track needs wandb: pip install wandb") from None
+        path = self.dir / "wandb_id"
+        if not path.exists():
+            with atomic_path(path) as temporary:
+                temporary.write_text(wandb.util.generate_id())
+        self.wandb = wandb.init(
+            project=self.args.wandb_project,
+            id=path.read_text().strip(),
+            resume="allow",
+            name=f"{self.script}-{self.args.env}-{self.variant}-seed{self.args.seed}",
+            config=jsonable(self.args) | self.identity,
+            dir=str(self.dir),
+        )
+
+    # Metrics
+
+    def log(self, stage: str, step: int, values: dict[str, float]) -> None:
+        """Appends one line to ``metrics.jsonl``: stage, step (updates in this stage) and `values`."""
+        line = {"stage": stage, "step": step} | {key: float(value) for key, value in values.items()}
+        self._metrics.write(json.dumps(line) + "\n")
+        self._metrics.flush()
+        if self.wandb is not None:
+            self.wandb.log({f"{stage}/step": step} | values)
+
+    def read_metrics(self) -> list[dict[str, float]]:
+        """All lines of ``metrics.jsonl``; a line torn by a kill is left out."""
+        lines = []
+        for line in self.metrics_path.read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                lines.append(json.loads(line))
+        return lines
+
+    def rewind_metrics(self, stage: str, step: int) -> None:
+        """Drops the lines of `stage` after `step`, which the resumed run writes again."""
+        lines = [line for line in self.read_metrics() if not (line["stage"] == stage and line["step"] > step)]
+        self._metrics.close()
+        with atomic_path(self.metrics_path) as temporary:
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        self._metrics = open(self.metrics_path, "a")
+
+    # Checkpoints
+
+    def save(self, stage: str, step: int, state: dict[str, Any]) -> Path:
+        """Writes a checkpoint of an unfinished stage and keeps the newest two.
+
+        `state` holds what `torch.load(weights_only=True)` reads: tensors, numbers, strings, dicts and lists.
+        """
+        path = self.dir / "checkpoints" / f"{stage}-{step:08d}.pt"
+        self._write(path, stage, step, state)
+        for old in sorted(path.parent.glob(f"{stage}-*.pt"))[:-2]:
+            old.unlink()
+        return path
+
+    def restore(self, stage: str) -> dict[str, Any] | None:
+        """The newest readable checkpoint of an unfinished stage, or None. A broken one is reported and set aside."""
+        for path in sorted((self.dir / "checkpoints").glob(f"{stage}-*.pt"), reverse=True):
+            try:
+                state = self._read(path)
+            except UserError as error:
+                print(f"warning: {error}; using the checkpoint before it", file=sys.stderr)
+                path.rename(path.with_suffix(".broken"))
+                continue
+            self.rewind_metrics(stage, state["step"])
+            return state
+        self.rewind_metrics(stage, 0)
+        return None
+
+    def finish(self, stage: str, step: int, state: dict[str, Any]) -> None:
+        """Writes ``<stage>.pt``, which marks the stage as finished, and removes its checkpoints."""
+        self._write(self.dir / f"{stage}.pt", stage, step, state)
+        for old in (self.dir / "checkpoints").glob(f"{stage}-*"):
+            old.unlink()
+
+    def finished(self, stage: str) -> dict[str, Any] | None:
+        """The state of a finished stage, or None.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+        path = self.dir / f"{stage}.pt"
+        if not path.exists():
+            return None
+        try:
+            return self._read(path)
+        except UserError as error:
+            raise UserError(f"{error}; remove it and repeat the command to train this stage again") from None
+
+    def write_result(self, metrics: dict[str, float | None], **about: Any) -> None:
+        """Writes ``result.json``, which marks the run as finished, and prints the metrics."""
+        result = {
+            "script": self.script,
+            "env": self.args.env,
+            "variant": self.variant,
+            "seed": self.args.seed,
+            "metrics": metrics,
+            "args": jsonable(self.args),
+            "commit": self.commit,
+            "versions": self.versions,
+            "machine": machine(),
+        }
+        write_json(self.dir / "result.json", result | about)
+        for name, value in metrics.items():
+            print(f"{name:26} {'-' if value is None else f'{value:.4f}'}")
+        print(f"result: {self.dir / 'result.json'}", flush=True)
+
+    def _write(self, path: Path, stage: str, step: int, state: dict[str, Any]) -> None:
+        import torch
+
+        wandb_id = self.wandb.id if self.wandb is not None else None
+        about = {
+            "stage": stage,
+            "step": step,
+            "args": jsonable(self.args) | self.identity,
+            "commit": self.commit,
+            "versions": self.versions,
+            "wandb_id": wandb_id,
+        }
+        with atomic_path(path) as temporary:
+            try:
+                torch.save(state | about, temporary)
+            except RuntimeError as error:  # torch wraps a failed write of its archive in a RuntimeError
+                raise OSError(errno.ENOSPC, "cannot write the checkpoint", str(path)) from error
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        import torch
+
+        try:
+            with zipfile.ZipFile(path) as archive:
+                bad = archive.testzip()
+            if bad is None:
+                return torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, zipfile.BadZipFile, RuntimeError, EOFError, ValueError, KeyError):
+            pass
+        raise UserError(f"{path} is damaged")
+
+    def close(self) -> None:
+        """Ends the run's files; the directory is free for another process."""
+        self._metrics.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+        self._lock.close()

@@ -1,0 +1,666 @@
+# --- method: about ---
+"""MaskLAM: a latent action model that reconstructs only the agent's pixels.
+
+LAPO with the squared error summed inside the agent's mask, the mask as a fourth channel of every frame, and an IDM that
+sees o_t and o_{t+k}, k uniform in {1..10} (k = 1 after training). What moves outside the mask leaves no gradient on z.
+
+    python masklam.py --env cheetah-run --mask-source sam
+
+The paper's NMSE on cheetah-run: 0.09 clean, 0.12 under distractors; 11.1 hours for all stages on an A100.
+--no-loss-mask --no-mask-channel --max-offset 1 is LAPO; --input-mask --no-loss-mask masks the input instead.
+"""
+# --- end method ---
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common import evaluation, pictures, runs
+from common.dataset import Batch, Dataset, Sampler, TensorSampler, normalise, sequential, unpack_masks
+from common.errors import UserError
+from common.tasks import get_task
+
+# --- method: imports ---
+# --- end method ---
+
+
+@dataclass
+class Args:
+    env: str = "cheetah-run"
+    """task to train on; common/tasks.py lists all fourteen"""
+    seed: int = 1
+    """seed of the initial weights, the order of the data and the choice of labels"""
+    quick: bool = False
+    """small networks and a short schedule for a CPU with two cores; the code path stays the same"""
+    distractors: bool = True
+    """train and evaluate on the distractor render; --no-distractors takes the clean one"""
+    data_dir: Path = Path("data")
+    """folder of the datasets that make_dataset.py wrote"""
+    runs_dir: Path = Path("runs")
+    """folder of the run directories"""
+    variant: str = ""
+    """name of this variant's run directory; empty: made from the arguments that differ from the defaults"""
+    latent_dim: int = 128
+    """dimension d_z of the latent action"""
+    idm_scale: int = 4
+    """channel multiplier of the IDM's encoder"""
+    policy_scale: int = 4
+    """channel multiplier of the latent policy's encoder"""
+    batch_size: int = 512
+    """transitions in one update, all stages"""
+    lam_epochs: float = 2
+    """stage 1: passes over the train split"""
+    lam_updates: int | None = None
+    """stage 1: updates; None: from lam_epochs"""
+    lam_lr: float = 6e-4
+    """stage 1: peak learning rate"""
+    policy_epochs: float = 2
+    """stage 2: passes over the train split"""
+    policy_updates: int | None = None
+    """stage 2: updates; None: from policy_epochs"""
+    policy_lr: float = 4e-4
+    """stage 2: peak learning rate"""
+    decoder_updates: int = 25_000
+    """stage 3: updates"""
+    decoder_lr: float = 1e-3
+    """stage 3: peak learning rate"""
+    decoder_clip: float = 1.0
+    """stage 3: largest norm of the gradient"""
+    decoder_dim: int = 256
+    """stage 3: hidden units of the action decoder's two layers"""
+    num_labels: int = 128_000
+    """stage 3: labelled transitions, drawn by whole episodes"""
+    probe_weight: float = 0.01
+    """weight of the linear action probe that only watches: it sees z detached"""
+    weight_decay: float = 0.01
+    """decoupled weight decay of AdamW"""
+    eval_episodes: int = 100
+    """episodes of the decoded policy on held-out backgrounds"""
+    eval_envs: int = 16
+    """environments that run in parallel during evaluation, one process each"""
+    davis_dir: Path | None = None
+    """folder of the DAVIS clips for evaluation; None: where the dataset was made from"""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """where to train; auto takes the GPU if there is one"""
+    compile: bool | None = None
+    """torch.compile the update; None: on a GPU only"""
+    log_every: int = 100
+    """updates between two lines of metrics"""
+    checkpoint_every: int = 2000
+    """updates between two checkpoints"""
+    track: bool = False
+    """send the metrics to Weights & Biases too"""
+    wandb_project: str = "masklam"
+    """project on Weights & Biases"""
+    # --- method: hyperparameters ---
+    fdm_scale: int = 6
+    """channel multiplier of the FDM's encoder and decoder"""
+    mask_source: str = "gt"
+    """gt: the simulator's masks; sam or another name: the files that make_masks.py wrote beside the shards"""
+    loss_mask: bool = True
+    """count only the agent's pixels of the next frame; --no-loss-mask counts all of them"""
+    mask_channel: bool = True
+    """give IDM and FDM the mask as a fourth channel of every frame"""
+    input_mask: bool = False
+    """gray out everything but the agent in what IDM and FDM see (the target stays whole)"""
+    max_offset: int = 10
+    """largest k of the frame o_{t+k} that the IDM sees during training"""
+    mask_norm: Literal["sample", "batch"] = "sample"
+    """divide the masked error by the mask's pixels of each sample (the paper's equation 3), or of the whole batch"""
+    mask_dilation: int = 0
+    """grow (1 to 3) or shrink (-1 to -3) the masks by that many pixels, with a square element"""
+    occlusion: float = 0.0
+    """area of a gray rectangle over the agent, as a share of its bounding box (0 to 0.75), one per window"""
+
+
+# What differs from the defaults above on Distracting Meta-World, and with --quick.
+DMW = {"batch_size": 128, "lam_epochs": 4, "lam_lr": 3e-4, "policy_epochs": 4, "policy_lr": 2e-4}
+QUICK = {"idm_scale": 1, "fdm_scale": 1, "policy_scale": 1, "batch_size": 64, "lam_updates": 600, "lam_lr": 1e-3}
+QUICK |= {"policy_updates": 300, "policy_lr": 1e-3, "decoder_updates": 2000, "num_labels": 5000, "eval_episodes": 4}
+QUICK |= {"eval_envs": 2, "log_every": 20, "checkpoint_every": 100}
+# --- end method ---
+
+
+def defaults(argv: list[str]) -> Args:
+    """The defaults for the --env and --quick on the command line; the remaining arguments override them."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--env", default=Args.env)
+    parser.add_argument("--quick", action="store_true")
+    known, _ = parser.parse_known_args(argv)
+    changes = (DMW if get_task(known.env).suite == "dmw" else {}) | (QUICK if known.quick else {})
+    return replace(Args(), env=known.env, quick=known.quick, **changes)
+
+
+class ResidualBlock(nn.Module):
+    """ReLU, 3x3 convolution, ReLU, 3x3 convolution, plus the input."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv2(F.relu(self.conv1(F.relu(x))))
+
+
+class Impala(nn.Sequential):
+    """IMPALA's convolutional trunk (arXiv 1802.01561): (B, in_channels, H, W) to (B, 32 m, H/8, W/8)."""
+
+    def __init__(self, in_channels: int, scale: int) -> None:
+        layers = []
+        for channels in (16 * scale, 32 * scale, 32 * scale):
+            layers += [nn.Conv2d(in_channels, channels, 3, padding=1), nn.MaxPool2d(3, stride=2, padding=1)]
+            layers += [ResidualBlock(channels), ResidualBlock(channels)]
+            in_channels = channels
+        super().__init__(*layers)
+
+
+class Encoder(nn.Module):
+    """IMPALA trunk, flatten, ReLU, linear: (B, in_channels, size, size) to (B, out_dim)."""
+
+    def __init__(self, in_channels: int, scale: int, size: int, out_dim: int) -> None:
+        super().__init__()
+        self.trunk = Impala(in_channels, scale)
+        self.head = nn.Linear(32 * scale * (size // 8) ** 2, out_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.trunk(x).flatten(1)))
+
+
+class ActionDecoder(nn.Sequential):
+    """Latent action (B, d_z) to action (B, action_dim): two hidden layers with ReLU."""
+
+    def __init__(self, latent_dim: int, hidden_dim: int, action_dim: int) -> None:
+        super().__init__(
+            nn.Linear(latent_dim, hidden_dim),
+            nn.ReLU(),
+            nn.Linear(hidden_dim, hidden_dim),
+            nn.ReLU(),
+            nn.Linear(hidden_dim, action_dim),
+        )
+
+
+def orthogonal_init(module: nn.Module) -> None:
+    """Orthogonal weights (gain sqrt 2 before the ReLUs of convolutions) and zero biases; for `nn.Module.apply`."""
+    if isinstance(module, (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)):
+        nn.init.orthogonal_(module.weight, 1.0 if isinstance(module, nn.Linear) else math.sqrt(2))
+        nn.init.zeros_(module.bias)
+
+
+# --- method: networks ---
+class ForwardModel(nn.Module):
+    """Current frames (B, in_channels, H, W) and z (B, d_z) to the next frame (B, 3, H, W) in [-1/2, 1/2]."""
+
+    def __init__(self, in_channels: int, scale: int, size: int, latent_dim: int) -> None:
+        super().__init__()
+        self.trunk = Impala(in_channels, scale)
+        self.shape = (32 * scale, size // 8, size // 8)
+        self.action = nn.Linear(latent_dim, math.prod(self.shape))
+        layers: list[nn.Module] = []
+        width = 64 * scale
+        for channels in (32 * scale, 32 * scale, 16 * scale):
+            layers += [nn.ConvTranspose2d(width, channels, 2, stride=2)]
+            layers += [ResidualBlock(channels), ResidualBlock(channels)]
+            width = channels
+        self.decoder = nn.Sequential(*layers, nn.GELU(), nn.Conv2d(width, 3, 1))
+
+    def forward(self, current: Tensor, z: Tensor) -> Tensor:
+        x = torch.cat([self.trunk(current), self.action(z).unflatten(1, self.shape)], dim=1)
+        return torch.tanh(self.decoder(x)) / 2
+
+
+class LatentActionModel(nn.Module):
+    """IDM and FDM on windows of frames with masks (B, F, 4, H, W); see common.dataset.Batch for their order."""
+
+    def __init__(self, args: Args, size: int) -> None:
+        super().__init__()
+        channels = 4 if args.mask_channel else 3
+        self.idm = Encoder(2 * 3 * channels, args.idm_scale, size, args.latent_dim)
+        self.fdm = ForwardModel(3 * channels, args.fdm_scale, size, args.latent_dim)
+
+    def infer(self, window: Tensor) -> Tensor:
+        """The latent action (B, d_z) between the current stack and the one that ends k frames later."""
+        return self.idm(torch.cat([window[:, :3], window[:, -3:]], dim=1).flatten(1, 2))
+
+    def forward(self, window: Tensor) -> tuple[Tensor, Tensor]:
+        """The predicted next frame (B, 3, H, W) and the latent action."""
+        z = self.infer(window)
+        return self.fdm(window[:, :3].flatten(1, 2), z), z
+
+
+# --- end method ---
+
+
+# --- method: loss ---
+def occluded(masks: Tensor, fraction: float, noise: Tensor) -> Tensor:
+    """The pixels (B, 1, 1, H, W) under one random rectangle per window, over the agent (the paper's procedure).
+
+    Args:
+        masks: (B, F, 1, H, W) of zeros and ones; the rectangle lies in the bounding box of their union over the window.
+        fraction: area of the rectangle as a share of that box.
+        noise: (B, 3) uniform in [0, 1): aspect ratio exp(U(-1/2, 1/2)), top, left.
+    """
+    union = masks.amax(dim=(1, 2)) > 0.5  # (B, H, W)
+
+    def extent(hit: Tensor) -> tuple[Tensor, Tensor]:  # (B, N) to the first true index and the length up to the last
+        first, behind = hit.float().argmax(1), hit.flip(1).float().argmax(1)
+        return first.float(), torch.where(hit.any(1), hit.shape[1] - behind - first, 0).float()
+
+    (top, box_height), (left, box_width) = extent(union.any(2)), extent(union.any(1))
+    area = fraction * box_height * box_width
+    height = torch.minimum((area * torch.exp(noise[:, 0] - 0.5)).sqrt(), box_height)
+    width = torch.minimum(area / height.clamp(min=1e-6), box_width)
+    height, width = height.round(), width.round()
+    top = top + (noise[:, 1] * (box_height - height + 1)).floor()
+    left = left + (noise[:, 2] * (box_width - width + 1)).floor()
+    rows, columns = (torch.arange(n, device=masks.device)[None] for n in masks.shape[-2:])
+    inside_rows = (rows >= top[:, None]) & (rows < (top + height)[:, None])
+    inside_columns = (columns >= left[:, None]) & (columns < (left + width)[:, None])
+    return (inside_rows[:, :, None] & inside_columns[:, None, :])[:, None, None]
+
+
+def observe(batch: Batch, args: Args) -> tuple[Tensor, Tensor, Tensor]:
+    """What the networks see of a batch: windows (B, F, 4, H, W); and the frames (B, F, 3, ..), masks (B, F, 1, ..) in it."""
+    frames = normalise(batch.frames)
+    true_masks = masks = unpack_masks(batch.masks, *frames.shape[-2:])
+    if args.mask_dilation:
+        width = abs(args.mask_dilation)
+        sign = 1 if args.mask_dilation > 0 else -1  # eroding the agent is dilating the rest
+        masks = sign * F.max_pool3d(
+            sign * masks, (1, 2 * width + 1, 2 * width + 1), stride=1, padding=(0, width, width)
+        )
+    if args.occlusion:
+        hidden = occluded(true_masks, args.occlusion, batch.noise)
+        frames, masks = frames.masked_fill(hidden, 0.0), masks.masked_fill(hidden, 0.0)
+    seen = frames * masks if args.input_mask else frames
+    return torch.cat([seen, masks], dim=2) if args.mask_channel else seen, frames, masks
+
+
+def encode(model: LatentActionModel, batch: Batch, args: Args) -> Tensor:
+    """The latent action (B, d_z) of each transition in a batch."""
+    return model.infer(observe(batch, args)[0])
+
+
+def masked_error(prediction: Tensor, target: Tensor, mask: Tensor, norm: str) -> Tensor:
+    """Squared error inside the mask, divided by its size (the paper's equation 3; a mask counts all three channels).
+
+    Args:
+        prediction, target: (B, 3, H, W).
+        mask: (B, 1, H, W) of zeros and ones. An empty one contributes zero.
+        norm: "sample" divides by the pixels of each sample's mask, "batch" by those of all.
+    """
+    error = ((prediction - target).square().mean(1, keepdim=True) * mask).sum((1, 2, 3))
+    pixels = mask.sum((1, 2, 3))
+    if norm == "batch":
+        return error.sum() / pixels.sum().clamp(min=1)
+    return (error / pixels.clamp(min=1)).mean()
+
+
+def lam_loss(model: LatentActionModel, batch: Batch, args: Args) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Squared error of the predicted next frame inside the agent's mask.
+
+    Returns the loss, the latent actions (B, d_z), and further numbers to log.
+    """
+    window, frames, masks = observe(batch, args)
+    prediction, z = model(window)
+    if not args.loss_mask:
+        return F.mse_loss(prediction.float(), frames[:, 3]), z, {}
+    return masked_error(prediction.float(), frames[:, 3], masks[:, 3], args.mask_norm), z, {}
+
+
+# --- end method ---
+
+
+def train(
+    run: runs.Run,
+    args: Args,
+    stage: str,
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any, Args], tuple[Tensor, Tensor | None, dict[str, Tensor]]],
+    sampler: Any,
+    updates: int,
+    learning_rate: float,
+    clip: float | None = None,
+    probe: nn.Module | None = None,
+) -> dict[str, float]:
+    """Trains one stage to its end, from its newest checkpoint if there is one; AdamW, cosine annealing to zero.
+
+    Returns seconds, updates, samples/s of the stage, also when it was finished before.
+    """
+    device = next(model.parameters()).device
+    done = run.finished(stage)
+    if done is not None:
+        model.load_state_dict(done["model"])
+        return done["cost"]
+
+    groups = [{"params": list(model.parameters())}] + ([{"params": list(probe.parameters())}] if probe else [])
+    lr = torch.tensor(learning_rate, device=device)  # a tensor, so that a new rate does not recompile
+    optimizer = torch.optim.AdamW(groups, lr=lr, weight_decay=args.weight_decay, fused=True)
+
+    def step_loss(batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss, z, logs = loss_fn(model, batch, args)
+            logs = {"loss": loss.detach()} | logs
+            if probe is not None:
+                probe_loss = F.mse_loss(probe(z.detach()).float(), batch.action)
+                loss = loss + args.probe_weight * probe_loss
+                logs["probe"] = probe_loss.detach()
+        return loss, logs
+
+    use_compile = device.type == "cuda" if args.compile is None else args.compile
+    compiled_loss = torch.compile(step_loss) if use_compile else step_loss
+
+    def state() -> dict[str, Any]:
+        return {
+            "model": model.state_dict(),
+            "probe": probe.state_dict() if probe else None,
+            "optimizer": optimizer.state_dict(),
+            "seconds": seconds_before + time.monotonic() - start,
+            "random": torch.get_rng_state(),
+            "random_cuda": torch.cuda.get_rng_state_all() if device.type == "cuda" else [],
+        }
+
+    step, seconds_before, start = 0, 0.0, time.monotonic()
+    saved = run.restore(stage)
+    if saved is not None:
+        step, seconds_before = saved["step"], saved["seconds"]
+        model.load_state_dict(saved["model"])
+        if probe:
+            probe.load_state_dict(saved["probe"])
+        optimizer.load_state_dict(saved["optimizer"])
+        lr = optimizer.param_groups[0]["lr"]
+        torch.set_rng_state(saved["random"])
+        if device.type == "cuda":
+            torch.cuda.set_rng_state_all(saved["random_cuda"])
+    sampler.seek(step)
+
+    progress = runs.Progress(f"{run.script} {stage}", updates, "updates", done=step)
+    sums: dict[str, Tensor] = {}
+    first_bad = torch.full((), -1, device=device)  # first update since the last look whose loss was not finite
+    last_step, last_time, last_saved = step, time.monotonic(), step
+    model.train()
+    while step < updates:
+        rate = learning_rate * 0.5 * (1 + math.cos(math.pi * step / updates))
+        for group in optimizer.param_groups:
+            group["lr"].fill_(rate)
+        loss, logs = compiled_loss(sampler.next())
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        first_bad = torch.where((first_bad < 0) & ~loss.isfinite(), step, first_bad)
+        for name, value in logs.items():
+            sums[name] = sums[name] + value if name in sums else value
+        step += 1
+
+        save = step % args.checkpoint_every == 0 or step == updates or runs.stop_requested()
+        if step % args.log_every == 0 or save:
+            *means, bad = torch.stack([*sums.values(), first_bad.float()]).tolist()  # the only wait for the device
+            if bad >= 0:
+                raise UserError(
+                    f"{stage}: the loss is not finite at update {int(bad)}, episodes {sampler.episodes(int(bad))}. "
+                    f"The last good checkpoint is at update {last_saved} in {run.dir / 'checkpoints'}; "
+                    "a lower learning rate may help, or make_dataset.py --verify if the data is damaged."
+                )
+            count, now = step - last_step, time.monotonic()
+            values = {f"{stage}/{name}": mean / count for name, mean in zip(sums, means)}
+            values["lr"] = rate
+            values["perf/samples_per_s"] = count * sampler.batch_size / (now - last_time)
+            run.log(stage, step, values)
+            progress.update(count, f"loss {values[f'{stage}/loss']:.4f}")
+            sums, last_step, last_time = {}, step, now
+        if save and step < updates:
+            last_saved = step
+            path = run.save(stage, step, state())
+            if runs.stop_requested():
+                raise runs.Stopped(f"{stage} at update {step} of {updates} is in {path}; the same command goes on")
+    progress.close()
+    seconds = seconds_before + time.monotonic() - start
+    cost = {"seconds": seconds, "updates": updates, "samples_per_s": updates * sampler.batch_size / seconds}
+    run.finish(
+        stage, updates, {"model": model.state_dict(), "probe": probe.state_dict() if probe else None, "cost": cost}
+    )
+    return cost
+
+
+def cached(
+    run: runs.Run,
+    name: str,
+    function: Callable[[Batch], Tensor],
+    dataset: Dataset,
+    batch_size: int,
+    device: torch.device,
+    **windows: Any,
+) -> Tensor:
+    """`function` of every batch of `sequential(dataset, ...)`, computed once: float32 (N, d), mapped from a file.
+
+    A killed computation goes on where it was saved last.
+    """
+    path, part, progress_path = (run.dir / f"{name}{suffix}" for suffix in (".npy", ".npy.part", ".progress.json"))
+    if path.exists():
+        return torch.from_numpy(np.load(path, mmap_mode="c"))
+    rows = len(windows["indices"])
+    first = 0
+    if part.exists() and progress_path.exists():
+        first = json.loads(progress_path.read_text())["batches"]
+    values: np.ndarray | None = np.load(part, mmap_mode="r+") if first else None
+    batches = -(-rows // batch_size)
+    progress = runs.Progress(f"{run.script} {name}", rows, "transitions", done=first * batch_size)
+    last_saved = time.monotonic()
+    for number, batch in enumerate(sequential(dataset, batch_size, device=device, start=first, **windows), first):
+        with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            out = function(batch).float().cpu().numpy()
+        if values is None:
+            values = np.lib.format.open_memmap(part, "w+", np.float32, (rows, out.shape[1]))
+            with open(part, "r+b") as file:  # reserve the space now: a full disk under a memory map kills the process
+                os.posix_fallocate(file.fileno(), 0, part.stat().st_size)
+        values[number * batch_size : number * batch_size + len(out)] = out
+        progress.update(len(out))
+        if runs.stop_requested() or time.monotonic() - last_saved > 60:
+            values.flush()
+            runs.write_json(progress_path, {"batches": number + 1})
+            last_saved = time.monotonic()
+            if runs.stop_requested() and number + 1 < batches:
+                raise runs.Stopped(f"{name} at batch {number + 1} of {batches}; the same command goes on")
+    progress.close()
+    values.flush()
+    runs.publish(part, path)
+    progress_path.unlink(missing_ok=True)
+    return torch.from_numpy(np.load(path, mmap_mode="c"))
+
+
+def updates_for(epochs: float, updates: int | None, sampler: Sampler) -> int:
+    """Epochs turned into updates, at least one; `updates` wins if it is given."""
+    return max(1, round(epochs * sampler.batches_per_epoch)) if updates is None else updates
+
+
+def main(args: Args) -> None:
+    task = get_task(args.env)
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
+    render = "distractor" if args.distractors else "clean"
+    mask_source = getattr(args, "mask_source", "gt")  # a method without masks shows the true ones in its pictures
+    train_set = Dataset(args.data_dir, args.env, "train", render, mask_source)
+    test_set = Dataset(args.data_dir, args.env, "test", render, mask_source)
+    size, action_dim = train_set.image_size, train_set.action_dim
+    labelled = train_set.labelled(args.num_labels, args.seed)
+    variant = runs.variant_name(args, defaults([f"--env={args.env}", *(["--quick"] if args.quick else [])]))
+    run = runs.Run(args, Path(__file__).stem, variant, {"train_hash": train_set.hash, "test_hash": test_set.hash})
+    print(f"{run.script}: {run.dir} on {device}, {train_set.num_transitions:,} transitions for training")
+    result_path = run.dir / "result.json"
+    if result_path.exists():
+        for name in ("labels.npy", "features.npy"):
+            (run.dir / name).unlink(missing_ok=True)
+        print(f"finished before; {result_path} has the result")
+        return
+
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")
+    policy = Encoder(3 * 3, args.policy_scale, size, args.latent_dim)
+    decoder = ActionDecoder(args.latent_dim, args.decoder_dim, action_dim)
+    probe, policy_probe = (nn.Linear(args.latent_dim, action_dim) for _ in range(2))
+    for module in (policy, decoder, probe, policy_probe):
+        module.apply(orthogonal_init).to(device, memory_format=torch.channels_last)
+    costs: dict[str, dict[str, float]] = {}
+
+    # --- method: stages ---
+    model = LatentActionModel(args, size).apply(orthogonal_init).to(device, memory_format=torch.channels_last)
+    untrained = copy.deepcopy(model).eval()  # the control of the probe
+    if not (-3 <= args.mask_dilation <= 3 and 0 <= args.occlusion <= 0.75 and args.max_offset >= 1):
+        raise UserError("--mask-dilation goes from -3 to 3, --occlusion from 0 to 0.75, --max-offset from 1 up")
+    sampler = Sampler(train_set, args.batch_size, max_offset=args.max_offset, seed=args.seed, device=device, masks=True)
+    updates = updates_for(args.lam_epochs, args.lam_updates, sampler)
+    costs["lam"] = train(run, args, "lam", model, lam_loss, sampler, updates, args.lam_lr, probe=probe)
+    sampler.close()
+    model.eval()
+
+    shown = test_set.transitions[:: max(1, test_set.num_transitions // 8)][:8]
+    batch = next(sequential(test_set, 8, max_offset=1, device=device, masks=True, indices=shown))
+    with torch.inference_mode():
+        window, seen, masks = observe(batch, args)
+        prediction, _ = model(window)
+    mask = masks[:, 3, 0].bool().cpu().numpy()
+    frames = seen.movedim(2, -1).cpu().numpy()
+    named = {"o(t)": frames[:, 2], "o(t+1)": frames[:, 3], "predicted": prediction.float().movedim(1, -1).cpu().numpy()}
+    world_model = pictures.rows(
+        run.dir / "world_model.png", named, mask, f"{run.script}, {args.env}: held-out transitions"
+    )
+    # --- end method ---
+
+    # Stage 2: label every transition once, then clone the latent actions from the current frames.
+    start = time.monotonic()
+    windows = {"max_offset": 1, "masks": True, "indices": train_set.transitions}
+    labels = cached(
+        run, "labels", lambda batch: encode(model, batch, args), train_set, args.batch_size, device, **windows
+    )
+    costs["labels"] = {"seconds": time.monotonic() - start}
+    labels_here, transitions = labels.to(device), torch.from_numpy(train_set.transitions).to(device)
+
+    def policy_loss(policy: nn.Module, batch: Batch, args: Args) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        z = policy(normalise(batch.frames).flatten(1, 2))
+        return F.mse_loss(z.float(), labels_here[torch.searchsorted(transitions, batch.index)]), z, {}
+
+    sampler = Sampler(
+        train_set, args.batch_size, max_offset=0, seed=args.seed, device=device, indices=train_set.transitions
+    )
+    updates = updates_for(args.policy_epochs, args.policy_updates, sampler)
+    costs["bc"] = train(run, args, "bc", policy, policy_loss, sampler, updates, args.policy_lr, probe=policy_probe)
+    sampler.close()
+    policy.eval()
+
+    # Stage 3: the policy is frozen, so its outputs on the labelled transitions are computed once.
+    start = time.monotonic()
+    windows = {"max_offset": 0, "indices": labelled}
+    features = cached(
+        run,
+        "features",
+        lambda batch: policy(normalise(batch.frames).flatten(1, 2)),
+        train_set,
+        args.batch_size,
+        device,
+        **windows,
+    )
+    costs["features"] = {"seconds": time.monotonic() - start}
+    actions = torch.from_numpy(train_set.action[labelled].clip(-1, 1))
+    rows = {"z": features.to(device), "action": actions.to(device)}
+
+    def decoder_loss(
+        decoder: nn.Module, batch: dict[str, Tensor], args: Args
+    ) -> tuple[Tensor, None, dict[str, Tensor]]:
+        return F.mse_loss(decoder(batch["z"]).float(), batch["action"]), None, {}
+
+    tensor_sampler = TensorSampler(rows, args.batch_size, seed=args.seed)
+    costs["decoder"] = train(
+        run,
+        args,
+        "decoder",
+        decoder,
+        decoder_loss,
+        tensor_sampler,
+        args.decoder_updates,
+        args.decoder_lr,
+        clip=args.decoder_clip,
+    )
+    decoder.eval()
+
+    # Evaluation: the linear probe beside its untrained control, then the decoded policy on held-out backgrounds.
+    start = time.monotonic()
+
+    def latents(model: nn.Module, dataset: Dataset) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in sequential(dataset, args.batch_size, max_offset=1, device=device, masks=True):
+            if runs.stop_requested():
+                raise runs.Stopped("the evaluation starts over when the same command is repeated")
+            with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                yield encode(model, batch, args).float(), batch.action
+
+    known = zip(labels.split(65536), torch.from_numpy(train_set.action[train_set.transitions].clip(-1, 1)).split(65536))
+    probed = evaluation.nmse(known, latents(model, test_set), train_set.action_variance)
+    control = evaluation.nmse(latents(untrained, train_set), latents(untrained, test_set), train_set.action_variance)
+    costs["probe"] = {"seconds": time.monotonic() - start}
+
+    start = time.monotonic()
+
+    def act(frames: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            return decoder(policy(normalise(frames).flatten(1, 2)))
+
+    rolled = evaluation.rollout(
+        act,
+        task,
+        train_set,
+        episodes=args.eval_episodes,
+        num_envs=args.eval_envs,
+        device=device,
+        davis_dir=args.davis_dir,
+    )
+    costs["rollout"] = {"seconds": time.monotonic() - start}
+    score = evaluation.normalised_score(rolled, task, train_set)
+    metrics = {
+        "eval/nmse": probed["nmse"],
+        "eval/nmse_untrained": control["nmse"],
+        "eval/return": rolled["return_mean"],
+        "eval/return_std": rolled["return_std"],
+        "eval/normalised_paper": score["normalised_paper"],
+        "eval/normalised_dataset": score["normalised_dataset"],
+    }
+    if "success_rate" in rolled:
+        metrics["eval/success_rate"] = rolled["success_rate"]
+    run.log("eval", 0, {name: value for name, value in metrics.items() if value is not None})
+    curves = pictures.curves(run.dir / "curves.png", run.read_metrics())
+    run.write_result(
+        metrics,
+        seconds={name: cost["seconds"] for name, cost in costs.items()},
+        stages=costs,
+        parameters={
+            name: sum(parameter.numel() for parameter in module.parameters())
+            for name, module in {"lam": model, "policy": policy, "decoder": decoder}.items()
+        },
+        peak_memory_gib=runs.peak_memory_gib(device),
+        nmse_per_dimension=probed["per_dimension"],
+        rollout=rolled,
+        labelled_transitions=len(labelled),
+        labelled_episodes=np.unique(train_set.episode_of_frame[labelled]).tolist(),
+        dataset={split.split: split.summary() for split in (train_set, test_set)},
+        pictures=[str(path) for path in (world_model, curves)],
+    )
+    for name in ("labels.npy", "features.npy"):
+        (run.dir / name).unlink()
+    run.close()
+
+
+if __name__ == "__main__":
+    runs.cli(main, defaults)
