@@ -1,0 +1,28 @@
+# Everything runs in .venv, made from requirements.txt. PYTHON=python3.12 make test picks another interpreter.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+QUICK := --env cheetah-run --quick --data-dir data/quickstart
+
+.PHONY: quickstart test lint clean
+
+$(INSTALLED): requirements.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+quickstart: $(INSTALLED)
+	$(BIN)/python make_dataset.py $(QUICK) --backgrounds synthetic --workers 2
+	$(BIN)/python lapo.py $(QUICK)
+	$(BIN)/python masklam.py $(QUICK)
+	$(BIN)/python -m benchmarks.table runs/lapo/cheetah-run/quick/seed1 runs/masklam/cheetah-run/quick/seed1
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:
+	rm -rf .venv data/quickstart runs/lapo/cheetah-run/quick runs/masklam/cheetah-run/quick
