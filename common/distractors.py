@@ -181,7 +181,7 @@ def _read_video(path: Path, size: int) -> np.ndarray:
 # --- DAVIS download ---
 
 
-def ensure_davis(davis_dir: Path, url: str = "") -> None:
+def ensure_davis(davis_dir: Path) -> None:
     """Download DAVIS 2017 (480p, train and val) to `davis_dir` unless it exists; complete or not at all.
 
     Processes that ask at the same time wait for the one that downloads. The site publishes no checksum, so the length
@@ -198,7 +198,7 @@ def ensure_davis(davis_dir: Path, url: str = "") -> None:
             return
         temporary = Path(tempfile.mkdtemp(prefix=f".{davis_dir.name}.", suffix=".part", dir=parent))
         try:
-            _download(url or DAVIS_URL, temporary / "davis.zip", davis_dir)
+            _download(DAVIS_URL, temporary / "davis.zip", davis_dir)
             _unpack(temporary / "davis.zip", temporary)
             os.replace(temporary / "DAVIS", davis_dir)
         finally:
@@ -359,22 +359,22 @@ class CameraWalk:
         self.spherical = rng.uniform(self.low, self.high)  # distance, heading, angle from the vertical
         self.roll = float(rng.uniform(-self.max_roll, self.max_roll))
         direction = rng.standard_normal(3)
-        self._velocity = direction / np.linalg.norm(direction) * rng.uniform(0, self.max_velocity)
-        self._roll_velocity = float(rng.uniform(-self.max_roll_velocity, self.max_roll_velocity))
+        self.velocity = direction / np.linalg.norm(direction) * rng.uniform(0, self.max_velocity)
+        self.roll_velocity = float(rng.uniform(-self.max_roll_velocity, self.max_roll_velocity))
 
     def step(self) -> None:
-        self._velocity += self.velocity_std * self._rng.standard_normal(3)
-        speed = np.linalg.norm(self._velocity)
+        self.velocity += self.velocity_std * self._rng.standard_normal(3)
+        speed = np.linalg.norm(self.velocity)
         if speed > self.max_velocity:
-            self._velocity *= self.max_velocity / speed
+            self.velocity *= self.max_velocity / speed
         before = _to_cartesian(self.spherical)
-        self.spherical = np.clip(_to_spherical(before + self._velocity), self.low, self.high)
-        self._velocity = _to_cartesian(self.spherical) - before  # a wall stops the motion into it
+        self.spherical = np.clip(_to_spherical(before + self.velocity), self.low, self.high)
+        self.velocity = _to_cartesian(self.spherical) - before  # a wall stops the motion into it
 
-        velocity = self._roll_velocity + self.roll_velocity_std * self._rng.standard_normal()
+        velocity = self.roll_velocity + self.roll_velocity_std * self._rng.standard_normal()
         velocity = np.clip(velocity, -self.max_roll_velocity, self.max_roll_velocity)
         roll = float(np.clip(self.roll + velocity, -self.max_roll, self.max_roll))
-        self._roll_velocity, self.roll = roll - self.roll, roll
+        self.roll_velocity, self.roll = roll - self.roll, roll
 
     def pose(self) -> tuple[np.ndarray, np.ndarray]:
         """Position relative to the agent (3,) in m, and rotation (3, 3) whose columns point right, up and backward."""

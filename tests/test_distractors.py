@@ -1,0 +1,267 @@
+import http.server
+import threading
+import zipfile
+from pathlib import Path
+
+import imageio.v3 as iio
+import numpy as np
+import pytest
+
+from common import distractors
+from common.distractors import (
+    BackgroundPlayer,
+    CameraWalk,
+    Clip,
+    ColorWalk,
+    DistractorConfig,
+    load_clips,
+    synthetic_clip,
+)
+from common.errors import UserError
+from common.tasks import get_task
+
+DCS, DMW = get_task("cheetah-run"), get_task("reach")
+
+
+def write_clip(folder: Path, colors: list[int], size: tuple[int, int] = (40, 60)) -> None:
+    """A folder of frames of one gray level each."""
+    folder.mkdir(parents=True)
+    for index, color in enumerate(colors):
+        iio.imwrite(folder / f"{index:05d}.png", np.full((*size, 3), color, np.uint8))
+
+
+def write_davis(folder: Path, train: list[str], val: list[str], listed_only: tuple[str, ...] = ()) -> None:
+    (folder / "ImageSets" / "2017").mkdir(parents=True)
+    (folder / "ImageSets" / "2017" / "train.txt").write_text("\n".join([*train, *listed_only]))
+    (folder / "ImageSets" / "2017" / "val.txt").write_text("\n".join(val))
+    for name in train + val:
+        write_clip(folder / "JPEGImages" / "480p" / name, [10, 20])
+
+
+@pytest.fixture
+def server(tmp_path):
+    """Serves the folder `served` of the test's folder; gives its URL."""
+    (tmp_path / "served").mkdir()
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        cut = 0
+
+        def __init__(self, *args):
+            super().__init__(*args, directory=tmp_path / "served")
+
+        def log_message(self, *args):
+            pass
+
+        def copyfile(self, source, outputfile):
+            data = source.read()
+            outputfile.write(data[: len(data) - self.cut])
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_port}", Handler
+        running.shutdown()
+
+
+# --- clips ---
+
+
+def test_davis_clips_are_those_of_the_split_in_sorted_order(tmp_path):
+    write_davis(tmp_path / "DAVIS", ["f", "b", "a", "d", "c", "e"], ["v2", "v1"], listed_only=("absent",))
+    config = DistractorConfig(davis_dir=tmp_path / "DAVIS")
+    assert [clip.name for clip in load_clips(config, DCS, "train")] == ["a", "b", "c", "d"]  # DCS easy: the first four
+    assert [clip.name for clip in load_clips(config, DMW, "train")] == ["a", "b", "c", "d", "e", "f"]
+    assert [clip.name for clip in load_clips(config, DCS, "test")] == ["v1", "v2"]
+    two = DistractorConfig(davis_dir=tmp_path / "DAVIS", num_videos=2)
+    assert [clip.name for clip in load_clips(two, DMW, "train")] == ["a", "b"]
+    with pytest.raises(UserError, match=r"num-videos is 9.* 6 clips in the train split"):
+        load_clips(DistractorConfig(davis_dir=tmp_path / "DAVIS", num_videos=9), DMW, "train")
+    assert load_clips(config, DCS, "train")[0] is load_clips(config, DCS, "train")[0]  # decoded once per process
+
+
+def test_davis_without_any_listed_clip_is_an_error(tmp_path):
+    write_davis(tmp_path / "DAVIS", [], ["v"], listed_only=("absent",))
+    with pytest.raises(UserError, match=r"train\.txt.*--backgrounds synthetic"):
+        load_clips(DistractorConfig(davis_dir=tmp_path / "DAVIS"), DCS, "train")
+
+
+def test_frames_are_centre_cropped_and_mirrored_for_the_skybox(tmp_path):
+    picture = np.zeros((40, 80, 3), np.uint8)
+    picture[:, :20], picture[:, 60:] = 255, 255  # outside the centre square
+    picture[:, 20:40, 0] = 200  # its left half is red
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        iio.imwrite(tmp_path / name / "0.png", picture)
+    config = DistractorConfig(backgrounds=str(tmp_path))
+    plain, face = (load_clips(config, task, "train")[0].frames for task in (DMW, DCS))
+    assert plain.shape == (1, 128, 128, 3) and face.shape == (1, 160, 160, 3)
+    assert plain[0, 64, 20].tolist() == [200, 0, 0] and plain[0, 64, 100].tolist() == [0, 0, 0]
+    assert face[0, 80, 120].tolist() == [200, 0, 0] and face[0, 80, 20].tolist() == [0, 0, 0]
+
+
+def test_folder_of_clips_takes_images_and_videos_and_splits_them(tmp_path):
+    for index in range(4):
+        write_clip(tmp_path / f"clip{index}", [60 * index])
+    iio.imwrite(tmp_path / "movie.mp4", np.full((5, 64, 64, 3), 99, np.uint8), fps=10)
+    (tmp_path / "empty").mkdir()
+    config = DistractorConfig(backgrounds=str(tmp_path), num_videos=None)
+    train, test = (load_clips(config, DMW, split) for split in ("train", "test"))
+    assert [clip.name for clip in train] == ["clip0", "clip1", "clip2", "clip3"]
+    assert [clip.name for clip in test] == ["movie.mp4"]
+    assert test[0].frames.shape == (5, 128, 128, 3)
+    assert abs(test[0].frames.astype(int) - 99).max() < 5
+
+
+def test_folder_errors_name_the_folder(tmp_path):
+    with pytest.raises(UserError, match=r"nowhere.*neither 'davis' nor 'synthetic'"):
+        load_clips(DistractorConfig(backgrounds=str(tmp_path / "nowhere")), DCS, "train")
+    write_clip(tmp_path / "only", [1])
+    with pytest.raises(UserError, match="has 1 clips"):
+        load_clips(DistractorConfig(backgrounds=str(tmp_path)), DCS, "train")
+    write_clip(tmp_path / "second", [1])
+    (tmp_path / "only" / "00000.png").write_bytes(b"not a picture")
+    with pytest.raises(UserError, match=r"only.00000\.png"):
+        _ = load_clips(DistractorConfig(backgrounds=str(tmp_path)), DCS, "train")[0].frames
+
+
+def test_synthetic_clips_differ_within_and_between_splits():
+    clips = [synthetic_clip(split, index, 48, 12) for split in ("train", "test") for index in range(3)]
+    for i, one in enumerate(clips):
+        assert one.shape == (12, 48, 48, 3) and one.dtype == np.uint8
+        assert one.std() > 15  # not a plain colour
+        assert abs(one[1:].astype(int) - one[:-1]).mean() > 2  # it moves
+        for other in clips[i + 1 :]:
+            assert abs(one.astype(int) - other).mean() > 20
+    assert np.array_equal(clips[0], synthetic_clip("train", 0, 48, 12))
+    config = DistractorConfig(backgrounds="synthetic")
+    train, test = ({clip.name for clip in load_clips(config, DMW, split)} for split in ("train", "test"))
+    assert train and test and not train & test
+
+
+# --- download ---
+
+
+def test_missing_davis_without_network_names_the_way_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(distractors, "DAVIS_URL", "http://127.0.0.1:9/davis.zip")
+    with pytest.raises(UserError, match="--backgrounds synthetic"):
+        load_clips(DistractorConfig(davis_dir=tmp_path / "data" / "DAVIS"), DCS, "train")
+    assert not (tmp_path / "data" / "DAVIS").exists()
+
+
+def test_davis_is_downloaded_whole_or_not_at_all(tmp_path, monkeypatch, server):
+    url, handler = server
+    write_davis(tmp_path / "source" / "DAVIS", ["a"], ["v"])
+    archive = tmp_path / "served" / "davis.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        for path in sorted((tmp_path / "source").rglob("*.*")):
+            file.write(path, path.relative_to(tmp_path / "source"))
+        file.writestr("DAVIS/Annotations/480p/a/00000.png", b"unused")
+    monkeypatch.setattr(distractors, "DAVIS_URL", f"{url}/davis.zip")
+    davis = tmp_path / "data" / "DAVIS"
+    config = DistractorConfig(davis_dir=davis)
+
+    handler.cut = 10
+    with pytest.raises(UserError, match="DAVIS"):
+        load_clips(config, DCS, "train")
+    handler.cut = 0
+    intact = archive.read_bytes()
+    damaged = bytearray(intact)
+    damaged[intact.index(b"IDAT") + 6] ^= 1
+    archive.write_bytes(damaged)
+    with pytest.raises(UserError, match="damaged"):
+        load_clips(config, DCS, "train")
+    assert not davis.exists()
+
+    archive.write_bytes(intact)
+    assert [clip.name for clip in load_clips(config, DCS, "train")] == ["a"]
+    assert not (davis / "Annotations").exists()
+    assert [path.name for path in davis.parent.iterdir() if not path.name.endswith(".part")] == ["DAVIS"]
+
+
+# --- walks ---
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_player_turns_around_at_the_ends(length):
+    clip = Clip("c", lambda: np.zeros((length, 1, 1, 3), np.uint8))
+    seen = set()
+    for seed in range(40):
+        player = BackgroundPlayer([clip], np.random.default_rng(seed))
+        seen.add((player.index, player.direction))
+        cycle = [*range(length), *range(length - 2, 0, -1)]
+        position = player.index if player.direction > 0 or player.index == 0 else len(cycle) - player.index
+        for step in range(1, 3 * length):
+            player.step()
+            assert player.index == cycle[(position + step) % len(cycle)]
+    assert len(seen) == 2 * length  # every start, both directions
+
+
+SIDE, BACK = np.array([0.1, -3.0, 0.2]), np.array([-3.0, 0.0, 1.0])
+
+
+@pytest.mark.parametrize("offset", [SIDE, BACK], ids=["side", "back"])
+def test_camera_walk_stays_in_its_range_and_looks_at_the_agent(offset):
+    scale, radius = 0.1, np.linalg.norm(offset)
+    heading = np.arctan2(offset[1], offset[0])
+    headings, distances, rolls, starts = [], [], [], []
+    for seed in range(4):
+        walk = CameraWalk(np.random.default_rng(seed), scale, offset, np.array([0.0, 0.0, 0.1]))
+        starts.append(walk.spherical)
+        previous = walk.pose()[0]
+        for _ in range(1000):
+            walk.step()
+            position, rotation = walk.pose()
+            assert np.linalg.norm(position - previous) <= 0.4 * scale * radius / 4 * 1.0001 + 1e-9
+            previous = position
+            assert np.allclose(rotation @ rotation.T, np.eye(3)) and np.linalg.det(rotation) > 0
+            to_target = np.array([0.0, 0.0, 0.1]) - position
+            assert np.allclose(rotation[:, 2], -to_target / np.linalg.norm(to_target))
+            assert position[2] >= -1e-9  # not below the agent
+            turned = np.arctan2(position[1], position[0]) - heading
+            headings.append((turned + np.pi) % (2 * np.pi) - np.pi)
+            distances.append(np.linalg.norm(position) / radius)
+            rolls.append(walk.roll)
+    span = np.pi / 2 * scale
+    assert max(map(abs, headings)) <= span + 1e-9 and min(headings) < -0.8 * span and max(headings) > 0.8 * span
+    assert 1 - 0.5 * scale - 1e-9 <= min(distances) < 0.97 and 1.1 < max(distances) <= 1 + 1.5 * scale + 1e-9
+    assert 0.5 * span < max(map(abs, rolls)) <= span
+    assert np.std(starts, axis=0).min() > 0
+
+
+def test_camera_walk_velocity_changes_by_the_stated_deviation():
+    scale, changes, roll_changes = 0.1, [], []
+    for seed in range(3000):
+        walk = CameraWalk(np.random.default_rng(seed), scale, np.array([0.0, -4.0, 1.0]), np.zeros(3))
+        before, roll_before = walk.velocity.copy(), walk.roll_velocity
+        walk.step()
+        slow = np.linalg.norm(before) < 0.4 * walk.max_velocity  # far from the cut
+        inside = np.all((walk.spherical > walk.low) & (walk.spherical < walk.high))
+        if slow and inside:
+            changes.append(walk.velocity - before)
+        if abs(roll_before) < 0.4 * walk.max_roll_velocity and abs(walk.roll) < walk.max_roll:
+            roll_changes.append(walk.roll_velocity - roll_before)
+    radius = np.sqrt(17)
+    assert np.std(changes) == pytest.approx(0.1 * scale * radius / 4, rel=0.05)
+    assert np.std(roll_changes) == pytest.approx(np.pi / 300 * scale, rel=0.1)
+
+
+def test_a_vanishing_camera_walk_is_the_task_camera():
+    walk = CameraWalk(np.random.default_rng(0), 1e-9, SIDE, np.array([0.1, 0.0, 0.2]))
+    walk.step()
+    position, rotation = walk.pose()
+    assert np.allclose(position, SIDE, atol=1e-6)
+    assert np.allclose(rotation, [[1, 0, 0], [0, 0, -1], [0, 1, 0]], atol=1e-6)  # right, up, backward
+
+
+def test_color_walk_is_clipped_and_has_the_stated_step():
+    original = np.array([[0.5, 0.05, 0.98], [0.7, 0.5, 0.3]])
+    walk = ColorWalk(np.random.default_rng(0), 0.1, original)
+    low, high = np.clip(original - 0.1, 0, 1), np.clip(original + 0.1, 0, 1)
+    steps = []
+    for _ in range(3000):
+        assert np.all(walk.rgb >= low) and np.all(walk.rgb <= high)
+        before = walk.rgb
+        walk.step()
+        inside = np.all([walk.rgb > low, walk.rgb < high, before > low, before < high], axis=0)
+        steps.extend((walk.rgb - before)[inside])
+    assert np.std(steps) == pytest.approx(0.03 * 0.1, rel=0.05)
+    assert np.any(walk.rgb != original)
