@@ -1,0 +1,277 @@
+"""Expert policies of the Distracting Control Suite tasks: the shipped students and the LAOM teachers.
+
+Both act through the same numpy network. It uses only elementwise products and sums in a fixed order, no BLAS, so an
+action is the same to the last bit for one state or a batch, whatever the number of threads or the BLAS build.
+"""
+
+import hashlib
+import json
+import os
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load as load_tensors
+
+from common.errors import UserError
+from common.runs import atomic_path
+
+EXPERT_FORMAT_VERSION = 1
+STUDENT_DIR = Path(__file__).parents[1] / "experts"
+STUDENT_METADATA = (
+    "format_version",
+    "env",
+    "teacher",
+    "teacher_sha256",
+    "weights_sha256",
+    "hidden_sizes",
+    "return_mean",
+    "return_std",
+    "teacher_return_mean",
+    "teacher_return_std",
+    "action_variance",
+    "teacher_action_variance",
+    "episodes",
+    "seed",
+    "settings",
+    "versions",
+)
+
+LAOM_URL = "https://github.com/dunnolab/laom/raw/main/scripts/data_collection/checkpoints/"
+LAOM_FILES = {  # env: (path below LAOM_URL and below --expert-dir, sha256)
+    "cheetah-run": (
+        "cheetah-run-expert/checkpoint.pt",
+        "81ed317a31222e47ac1787025419a3019df59605dddec9e9e272207f95e9d5c2",
+    ),
+    "walker-run": (
+        "walker-run-expert/checkpoint.pt",
+        "87d9e0ee59914f8226981d3824e4c13c3c0993cb01105f176c43b732ae30db8c",
+    ),
+    "hopper-hop": (
+        "hopper-hop-expert/checkpoint.pt",
+        "404da5bca5b67c160a2338258ac4119d197e385879673bd4d643e585a8bdca04",
+    ),
+    "humanoid-walk": (
+        "sac-humanoid-walk.zip",
+        "081c23ca55433d4a61735bce95dc30484b09767d254fee8c143c37a50758b286",
+    ),
+}
+EXPERT_ENVS = tuple(LAOM_FILES)
+
+# Products are formed for a few states at a time, so that they stay in the processor's cache.
+_CHUNK_ELEMENTS = 2**17
+
+
+def _relu(x: np.ndarray) -> np.ndarray:
+    return np.maximum(x, 0.0)
+
+
+_ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {"relu": _relu, "tanh": np.tanh}
+
+
+def _linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """x (B, I), weight (I, O), bias (O,) -> (B, O). Sums over I by halving, in an order that B cannot change."""
+    result = np.empty((len(x), weight.shape[1]), np.float32)
+    step = max(1, _CHUNK_ELEMENTS // weight.size)
+    for start in range(0, len(x), step):
+        terms = x[start : start + step, :, None] * weight  # (b, I, O)
+        size = terms.shape[1]
+        while size > 1:
+            half = (size + 1) // 2
+            terms[:, : size - half] += terms[:, half:size]
+            size = half
+        result[start : start + step] = terms[:, 0] + bias
+    return result
+
+
+@dataclass(frozen=True)
+class Expert:
+    """A deterministic policy: normalise the state, clip, MLP, mean action."""
+
+    env: str
+    name: Literal["student", "laom"]
+    sha256: str
+    """Of the file that it was read from."""
+    mean: np.ndarray
+    std: np.ndarray
+    """(S,) each: the network sees (state - mean) / std, clipped to +-`clip`."""
+    clip: float
+    layers: tuple[tuple[np.ndarray, np.ndarray], ...]
+    """(weight (I, O), bias (O,)) of each linear layer."""
+    activation: Literal["relu", "tanh"]
+    squash: bool = False
+    """True: the last layer goes through tanh."""
+    return_mean: float | None = None
+    return_std: float | None = None
+    """Over the episodes that `make_experts.py` evaluated; None for the teachers, whose files do not say."""
+    metadata: dict = field(default_factory=dict)
+
+    @property
+    def state_dim(self) -> int:
+        return self.layers[0][0].shape[0]
+
+    @property
+    def action_dim(self) -> int:
+        return self.layers[-1][0].shape[1]
+
+    def act(self, state: np.ndarray) -> np.ndarray:
+        """state (S,) or (B, S), in alphabetical key order -> float32 action (A,) or (B, A), not clipped.
+
+        Raises ValueError if the state has another size.
+        """
+        state = np.asarray(state, np.float32)
+        if state.ndim not in (1, 2) or state.shape[-1] != self.state_dim:
+            raise ValueError(f"{self.env}: state has shape {state.shape}, expected (..., {self.state_dim})")
+        x = np.clip((np.atleast_2d(state) - self.mean) / self.std, -self.clip, self.clip)
+        for weight, bias in self.layers[:-1]:
+            x = _ACTIVATIONS[self.activation](_linear(x, weight, bias))
+        x = _linear(x, *self.layers[-1])
+        if self.squash:
+            x = np.tanh(x)
+        return x.reshape(*state.shape[:-1], self.action_dim)
+
+
+def load_expert(env: str, kind: Literal["student", "laom"] = "student", expert_dir: Path | None = None) -> Expert:
+    """The expert policy of a Distracting Control Suite task.
+
+    "student" reads `<expert_dir>/<env>.safetensors` (default: this repository's `experts/`). "laom" reads the
+    published teacher below `expert_dir`, or downloads it once into the user's cache.
+    Raises UserError if the file is missing, damaged or another one than expected, and if the download fails.
+    """
+    if env not in LAOM_FILES:
+        raise UserError(f"There is no {kind} expert for {env}; there is one for {', '.join(EXPERT_ENVS)}.")
+    if kind == "student":
+        return _load_student(env, Path(expert_dir or STUDENT_DIR) / f"{env}.safetensors")
+    if kind == "laom":
+        return _load_laom(env, expert_dir)
+    raise UserError(f"Unknown expert {kind!r}: choose student or laom.")
+
+
+def weights_sha256(tensors: dict[str, np.ndarray]) -> str:
+    """Over names, shapes and bytes of all tensors."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
+        digest.update(np.ascontiguousarray(tensor).tobytes())
+    return digest.hexdigest()
+
+
+def student_from_tensors(env: str, tensors: dict[str, np.ndarray], metadata: dict | None = None, sha256="") -> Expert:
+    """Tensors `mean`, `std`, `<i>.weight` (O, I), `<i>.bias` (O,) -> student. Raises KeyError if one is missing."""
+    count = sum(name.endswith(".weight") for name in tensors)
+    layers = [(np.ascontiguousarray(tensors[f"{i}.weight"].T), tensors[f"{i}.bias"]) for i in range(count)]
+    metadata = metadata or {}
+    return Expert(
+        env=env,
+        name="student",
+        sha256=sha256,
+        mean=tensors["mean"],
+        std=tensors["std"],
+        clip=10.0,
+        layers=tuple(layers),
+        activation="relu",
+        return_mean=metadata.get("return_mean"),
+        return_std=metadata.get("return_std"),
+        metadata=metadata,
+    )
+
+
+def _load_student(env: str, path: Path) -> Expert:
+    remedy = f"`git checkout experts/{env}.safetensors` restores it, `python make_experts.py --env {env}` makes it anew"
+    if not path.is_file():
+        raise UserError(f"{path} is missing: {remedy}.")
+    try:
+        content = path.read_bytes()
+        tensors = load_tensors(content)
+        with safe_open(path, "numpy") as file:
+            raw = file.metadata() or {}
+        metadata = {key: value if key in _TEXT_METADATA else json.loads(value) for key, value in raw.items()}
+    except (OSError, SafetensorError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}): {remedy}.") from error
+    missing = [key for key in STUDENT_METADATA if key not in metadata]
+    if missing:
+        raise UserError(f"{path} lacks the metadata {', '.join(missing)}: {remedy}.")
+    if metadata["format_version"] != EXPERT_FORMAT_VERSION or metadata["env"] != env:
+        found = f"a format {metadata['format_version']} expert for {metadata['env']}"
+        raise UserError(f"{path} is {found}, not a format {EXPERT_FORMAT_VERSION} expert for {env}: {remedy}.")
+    if weights_sha256(tensors) != metadata["weights_sha256"]:
+        raise UserError(f"{path} is damaged, its weights do not match their sha256: {remedy}.")
+    return student_from_tensors(env, tensors, metadata, hashlib.sha256(content).hexdigest())
+
+
+_TEXT_METADATA = frozenset({"env", "teacher", "teacher_sha256", "weights_sha256"})
+
+
+def _load_laom(env: str, expert_dir: Path | None) -> Expert:
+    name, expected = LAOM_FILES[env]
+    if expert_dir is None:
+        path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laom" / name
+        if not path.is_file() or _sha256(path) != expected:
+            _download(LAOM_URL + name, path, expected)
+    else:
+        path = Path(expert_dir) / name
+        if not path.is_file():
+            raise UserError(f"{path} is missing: download it from {LAOM_URL}{name}, or leave --expert-dir out.")
+        found = _sha256(path)
+        if found != expected:
+            raise UserError(
+                f"{path} is not the published file (sha256 {found}, expected {expected}): "
+                f"download it again from {LAOM_URL}{name}, or leave --expert-dir out."
+            )
+    return _read_laom(env, path, expected)
+
+
+def _read_laom(env: str, path: Path, sha256: str) -> Expert:
+    import torch  # only here: workers that use a student need no torch
+
+    if path.suffix == ".zip":  # stable-baselines3 SAC; its other members hold pickles and stay unread
+        with zipfile.ZipFile(path) as archive, archive.open("policy.pth") as file:
+            weights = torch.load(file, map_location="cpu", weights_only=True)
+        names, activation = ("actor.latent_pi.0", "actor.latent_pi.2", "actor.mu"), "relu"
+        state_dim = weights["actor.latent_pi.0.weight"].shape[1]
+        mean, std, clip = np.zeros(state_dim, np.float32), np.ones(state_dim, np.float32), np.inf
+    else:
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+        names, activation = ("actor_mean.0", "actor_mean.2", "actor_mean.4"), "tanh"
+        mean, clip = weights["obs_rms.mean"].numpy(), 10.0
+        std = np.sqrt(weights["obs_rms.var"].numpy() + np.float32(1e-8))
+    layers = [
+        (np.ascontiguousarray(weights[f"{name}.weight"].numpy().T), weights[f"{name}.bias"].numpy()) for name in names
+    ]
+    return Expert(
+        env=env,
+        name="laom",
+        sha256=sha256,
+        mean=mean,
+        std=std,
+        clip=clip,
+        layers=tuple(layers),
+        activation=activation,
+        squash=path.suffix == ".zip",
+    )
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _download(url: str, path: Path, expected: str) -> None:
+    """Fetches a file of a few MB; it appears at `path` only if its sha256 is the expected one. Raises UserError."""
+    local = "use --expert-dir DIR with a copy of the LAOM checkpoints, or the shipped students (--expert student)"
+    print(f"Downloading {url}")
+    try:
+        with urllib.request.urlopen(url, timeout=60) as response:
+            content = response.read()
+    except (OSError, urllib.error.URLError) as error:
+        raise UserError(f"{url} cannot be downloaded ({error}): try again, {local}.") from error
+    found = hashlib.sha256(content).hexdigest()
+    if found != expected:
+        raise UserError(f"{url} is not the file that this project was made with (sha256 {found}): {local}.")
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(content)
