@@ -11,22 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from common.dataset import (
-    Dataset,
-    Sampler,
-    ShardTaken,
-    ShardWriter,
-    TensorSampler,
-    claim_part,
-    normalise,
-    read_shard,
-    remove_stale_parts,
-    sequential,
-    unpack_masks,
-    window_index,
-    write_sidecar,
-)
+from common.dataset import Dataset, Sampler, TensorSampler, normalise, sequential, unpack_masks, window_index
 from common.errors import UserError
+from common.shards import ShardTaken, ShardWriter, claim_part, read_shard, remove_stale_parts, write_sidecar
 
 CPU = torch.device("cpu")
 LENGTHS = [[5, 9, 2], [30], [7, 1, 12]]  # transitions per episode, per shard

@@ -1,0 +1,527 @@
+"""The shard format of datasets: writing, checking and mapping single files.
+
+A split is a folder of immutable HDF5 shards, `data/<env>/<split>/00000.h5, ...`. Frames lie flat, uncompressed and
+contiguous, so that batches are gathered from memory maps; no HDF5 handle stays open. An episode of L transitions has
+L+1 frames; action, reward and success at frame t belong to the step from t to t+1 (last frame: NaN, 0, False).
+
+| dataset | dtype, shape |
+|---|---|
+| `<render>/observation` | uint8 (T, H, W, 3), render = clean, distractor |
+| `<render>/mask` | uint8 (T, H*W/8), bit-packed, most significant bit first |
+| `state`, `action`, `reward` | float32 (T, S), float32 (T, A) unclipped, float32 (T,) |
+| `success` | bool (T,), Meta-World only |
+| `episode_start` | int64 (N+1,), in frames of the shard |
+| `episode_hash` | uint8 (N, 32), SHA-256 of the episode's bytes in all frame datasets, in alphabetical order |
+
+The `plan` attribute (JSON) is the same in every shard of a split and says what the whole split holds. `content_hash`
+covers everything but the package versions and the command. `complete` is written last.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from common.errors import UserError
+
+FORMAT_VERSION = 1
+RENDERS = ("clean", "distractor")
+HDF5_FORMAT = ("v110", "v110")  # fixed, so that the same content gives the same bytes with any newer HDF5
+PAGE = 4096
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+COPY_CHUNK = 1024  # frames per copy when a shard is rewritten
+
+
+class DamagedShard(UserError):
+    """A shard that make_dataset.py may replace: unreadable, truncated, or not complete."""
+
+
+class ShardTaken(Exception):
+    """Another live process is writing this shard."""
+
+
+# -------------------------------------------------------------------------------------------------------------- writing
+
+
+def frame_schema(plan: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name -> (dtype, shape of one frame) of every dataset whose first axis is frames."""
+    size = plan["image_size"]
+    schema: dict[str, tuple[str, tuple[int, ...]]] = {
+        "action": ("float32", (plan["action_dim"],)),
+        "reward": ("float32", ()),
+        "state": ("float32", (plan["state_dim"],)),
+    }
+    if plan["success"]:
+        schema["success"] = ("bool", ())
+    for render in plan["renders"]:
+        schema[f"{render}/mask"] = ("uint8", (size * size // 8,))
+        schema[f"{render}/observation"] = ("uint8", (size, size, 3))
+    return dict(sorted(schema.items()))
+
+
+def frame_bytes(plan: dict[str, Any]) -> int:
+    """Bytes of one frame over all datasets."""
+    return sum(np.dtype(dtype).itemsize * int(np.prod(shape)) for dtype, shape in frame_schema(plan).values())
+
+
+def _episode_digest(arrays: dict[str, np.ndarray]) -> bytes:
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        digest.update(np.ascontiguousarray(arrays[name]).data)
+    return digest.digest()
+
+
+def _content_hash(attributes: dict[str, Any], episode_start: np.ndarray, episode_hash: np.ndarray) -> str:
+    """SHA-256 of the attributes (plan included, which fixes names, dtypes and shapes) and of every episode's digest."""
+    digest = hashlib.sha256(json.dumps(attributes, sort_keys=True).encode())
+    digest.update(np.ascontiguousarray(episode_start, np.int64).data)
+    digest.update(np.ascontiguousarray(episode_hash, np.uint8).data)
+    return digest.hexdigest()
+
+
+def _create_file(path: Path) -> h5py.File:
+    return h5py.File(path, "w", libver=HDF5_FORMAT, locking=False, alignment_threshold=1 << 16, alignment_interval=PAGE)
+
+
+def _create_dataset(file: h5py.File | h5py.Group, name: str, shape: tuple[int, ...], dtype: Any) -> h5py.Dataset:
+    return file.create_dataset(name, shape=shape, dtype=dtype, track_times=False, fill_time="never")
+
+
+def sync_path(path: Path) -> None:
+    """fsync a file or a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """True if an error of the system, or of HDF5 (which hides the number in its text), says the disk is full."""
+    if isinstance(error, OSError) and error.errno in FULL_DISK:
+        return True
+    return isinstance(error, (OSError, RuntimeError)) and any(f"errno = {code}," in str(error) for code in FULL_DISK)
+
+
+def claim_part(path: Path) -> int:
+    """Create or take over the temporary file `path` and lock it. Returns the open descriptor, whose lock is the claim.
+
+    The lock goes with the process that holds it, so what a killed run left behind can be told from what is being
+    written. Raises ShardTaken if a live process holds it.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            same = os.path.samestat(os.fstat(descriptor), os.stat(path))
+        except FileNotFoundError:
+            same = False
+        if not same:  # renamed or removed by its owner between open and lock
+            raise ShardTaken(path)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ShardTaken(path) from None
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def remove_stale_parts(folder: Path) -> list[Path]:
+    """Remove the temporary files of runs that are dead; those of live runs stay. Returns what was removed."""
+    removed = []
+    for path in sorted(folder.glob("*.part")):
+        try:
+            descriptor = claim_part(path)
+        except ShardTaken:
+            continue
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+        removed.append(path)
+    return removed
+
+
+class ShardWriter:
+    """Writes one shard, an episode at a time, to `<path>.part`; `commit` makes it appear under its name.
+
+    The space for `max_frames` frames is allocated at once, so a full disk shows before any frame is rendered. Use as a
+    context manager: without `commit` the temporary file is removed. Raises ShardTaken, and UserError on a full disk.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        plan: dict[str, Any],
+        shard: int,
+        max_frames: int,
+        num_episodes: int,
+        command: str = "",
+        versions: dict[str, str] | None = None,
+    ):
+        self.path, self.plan, self.shard = path, plan, shard
+        self.max_frames, self.num_episodes = max_frames, num_episodes
+        self.command, self.versions = command, versions or {}
+        self.frames = 0
+        self._starts, self._digests, self._backgrounds, self._seeds, self._returns = [0], [], [], [], []
+        self._part = path.with_name(path.name + ".part")
+        self._file: h5py.File | None = None
+        self._claim = claim_part(self._part)
+        try:
+            with self._full_disk():
+                self._file = self._create(self._part, max_frames)
+                os.posix_fallocate(self._claim, 0, self._file.id.get_filesize())
+        except BaseException:
+            self.abort()
+            raise
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abort()
+
+    def _full_disk(self) -> "_FullDisk":
+        return _FullDisk(self.path)
+
+    def _create(self, path: Path, frames: int) -> h5py.File:
+        file = _create_file(path)
+        _create_dataset(file, "episode_start", (self.num_episodes + 1,), np.int64)
+        _create_dataset(file, "episode_hash", (self.num_episodes, 32), np.uint8)
+        for name, (dtype, shape) in frame_schema(self.plan).items():
+            dataset = _create_dataset(file, name, (frames, *shape), dtype)
+            # Reserve the extent now: writing the last byte makes HDF5 place the dataset, in this order.
+            dataset[frames - 1 :] = np.zeros((1, *shape), dtype)
+        file.flush()
+        return file
+
+    def append(self, episode: dict[str, np.ndarray], seed: int, background: tuple[str, int, int] = ("", 0, 0)) -> None:
+        """Add an episode: arrays named as in `frame_schema`, L+1 frames each. background: clip, start, direction."""
+        schema = frame_schema(self.plan)
+        length = len(episode["action"])
+        arrays = {name: np.ascontiguousarray(episode[name], dtype) for name, (dtype, _) in schema.items()}
+        for name, (_, shape) in schema.items():
+            if arrays[name].shape != (length, *shape):
+                raise ValueError(f"{name}: shape {arrays[name].shape}, expected {(length, *shape)}")
+        if length < 2 or self.frames + length > self.max_frames or len(self._digests) >= self.num_episodes:
+            raise ValueError(f"episode of {length} frames does not fit the shard")
+        assert self._file is not None
+        with self._full_disk():
+            for name, array in arrays.items():
+                self._file[name][self.frames : self.frames + length] = array
+        self._digests.append(np.frombuffer(_episode_digest(arrays), np.uint8))
+        self._backgrounds.append(background)
+        self._seeds.append(seed)
+        self._returns.append(float(arrays["reward"].sum(dtype=np.float64)))
+        self.frames += length
+        self._starts.append(self.frames)
+
+    def commit(self) -> str:
+        """Finish the file and rename it into place. Returns the content hash."""
+        if len(self._digests) != self.num_episodes:
+            raise ValueError(f"{len(self._digests)} episodes written, {self.num_episodes} expected")
+        with self._full_disk():
+            if self.frames < self.max_frames:
+                self._shrink()
+            file = self._file
+            assert file is not None
+            starts, digests = np.array(self._starts, np.int64), np.stack(self._digests)
+            file["episode_start"][:], file["episode_hash"][:] = starts, digests
+            attributes = {
+                "format_version": FORMAT_VERSION,
+                "env": self.plan["env"],
+                "split": self.plan["split"],
+                "shard": self.shard,
+                "plan": json.dumps(self.plan, sort_keys=True),
+                "mean_return": float(np.mean(self._returns)),
+                "episode_seed": self._seeds,
+                "background": [name for name, _, _ in self._backgrounds],
+                "background_start": [int(start) for _, start, _ in self._backgrounds],
+                "background_direction": [int(direction) for _, _, direction in self._backgrounds],
+            }
+            content_hash = _content_hash(attributes, starts, digests)
+            for name, value in attributes.items():
+                file.attrs[name] = np.array([v.encode() for v in value]) if name == "background" else value
+            file.attrs["versions"] = json.dumps(self.versions, sort_keys=True)
+            file.attrs["command"] = self.command
+            file.attrs["content_hash"] = content_hash
+            file.flush()
+            os.fsync(self._claim)
+            file.attrs["complete"] = True
+            file.close()
+            self._file = None
+            os.fsync(self._claim)
+            os.replace(self._part, self.path)
+            sync_path(self.path.parent)
+        os.close(self._claim)
+        self._claim = -1
+        return content_hash
+
+    def _shrink(self) -> None:
+        """Copy to a file of exactly the frames written, if episodes ended early: contiguous datasets cannot shrink."""
+        exact = self._part.with_name(self._part.name.replace(".part", ".exact.part"))
+        claim = claim_part(exact)
+        old, self._file = self._file, None
+        assert old is not None
+        try:
+            self._file = self._create(exact, self.frames)
+            for name in frame_schema(self.plan):
+                for start in range(0, self.frames, COPY_CHUNK):
+                    stop = min(start + COPY_CHUNK, self.frames)
+                    self._file[name][start:stop] = old[name][start:stop]
+            os.replace(exact, self._part)
+        except BaseException:
+            exact.unlink(missing_ok=True)
+            os.close(claim)
+            raise
+        finally:
+            old.close()
+        os.close(self._claim)
+        self._claim = claim
+
+    def abort(self) -> None:
+        """Drop the shard; does nothing after `commit`."""
+        if self._claim < 0:
+            return
+        try:
+            if self._file is not None:
+                self._file.close()
+        except (OSError, RuntimeError):
+            pass  # a full disk also fails the flush of a file that is about to be removed
+        self._file = None
+        self._part.unlink(missing_ok=True)
+        os.close(self._claim)
+        self._claim = -1
+
+
+class _FullDisk:
+    """Turns the errors of a full disk into a UserError that names the file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and is_full_disk(error):
+            raise UserError(
+                f"{self.path}: the disk is full (or a quota is); make room and run the same command again, it goes on "
+                "where it stopped"
+            ) from error
+
+
+def write_sidecar(shard: Path, name: str, arrays: dict[str, np.ndarray], **attributes: str | int | float) -> Path:
+    """Write what was derived from a shard, e.g. `<render>/mask`, to `<shard stem>.<name>.h5`, atomically.
+
+    arrays: dataset name -> array, first axis the shard's frames. The shard's content hash goes with it, so that it is
+    refused once the shard changes.
+    """
+    path = shard.with_name(f"{shard.stem}.{name}.h5")
+    part = path.with_name(path.name + ".part")
+    claim = claim_part(part)
+    try:
+        with _FullDisk(path):
+            with _create_file(part) as file:
+                for key in sorted(arrays):
+                    _create_dataset(file, key, arrays[key].shape, arrays[key].dtype)[:] = arrays[key]
+                for key, value in sorted(attributes.items()):
+                    file.attrs[key] = value
+                file.attrs["format_version"] = FORMAT_VERSION
+                file.attrs["shard_hash"] = read_shard(shard).content_hash
+                file.attrs["content_hash"] = sidecar_hash(arrays)
+                file.flush()
+                os.fsync(claim)
+                file.attrs["complete"] = True
+            os.fsync(claim)
+            os.replace(part, path)
+            sync_path(path.parent)
+    finally:
+        part.unlink(missing_ok=True)
+        os.close(claim)
+    return path
+
+
+def read_all(group: h5py.Group, prefix: str = "") -> dict[str, np.ndarray]:
+    """Every dataset under a group, by its full name."""
+    found: dict[str, np.ndarray] = {}
+    for name, item in group.items():
+        found |= {prefix + name: item[:]} if isinstance(item, h5py.Dataset) else read_all(item, f"{prefix}{name}/")
+    return found
+
+
+def sidecar_hash(arrays: dict[str, np.ndarray]) -> str:
+    shapes = {name: [str(array.dtype), list(array.shape)] for name, array in arrays.items()}
+    digest = hashlib.sha256(json.dumps(shapes, sort_keys=True).encode())
+    digest.update(_episode_digest(arrays))
+    return digest.hexdigest()
+
+
+# -------------------------------------------------------------------------------------------------------------- reading
+
+
+@dataclass
+class Shard:
+    """What the header of a shard says, checked."""
+
+    path: Path
+    plan: dict[str, Any]
+    number: int
+    frames: int
+    episode_start: np.ndarray  # int64 (N+1,)
+    episode_hash: np.ndarray  # uint8 (N, 32)
+    episode_seed: np.ndarray  # int64 (N,)
+    background: list[str]
+    content_hash: str
+    mean_return: float
+    command: str
+    offset: dict[str, int]  # dataset -> first byte in the file
+
+    @property
+    def num_episodes(self) -> int:
+        return len(self.episode_start) - 1
+
+    @cached_property
+    def _map(self) -> mmap.mmap:
+        with open(self.path, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def array(self, name: str) -> np.ndarray:
+        """A read-only memory map of a frame dataset, (T, ...)."""
+        dtype, shape = frame_schema(self.plan)[name]
+        return map_array(self._map, dtype, (self.frames, *shape), self.offset[name])
+
+
+def map_array(buffer: mmap.mmap, dtype: Any, shape: tuple[int, ...], offset: int) -> np.ndarray:
+    return np.frombuffer(buffer, dtype, int(np.prod(shape)), offset).reshape(shape)
+
+
+def locate(file: h5py.File, path: Path, name: str, dtype: Any, shape: tuple[int, ...]) -> int:
+    """Byte offset of a contiguous dataset, after checking type, shape, layout and that the file is long enough."""
+    if name not in file:
+        raise DamagedShard(f"{path}: dataset {name} is missing")
+    dataset = file[name]
+    if dataset.dtype != np.dtype(dtype) or dataset.shape != shape:
+        raise DamagedShard(f"{path}: {name} is {dataset.dtype} {dataset.shape}, expected {np.dtype(dtype)} {shape}")
+    offset = dataset.id.get_offset()
+    if offset is None:
+        raise DamagedShard(f"{path}: {name} is not stored contiguous and uncompressed")
+    if offset + dataset.nbytes > path.stat().st_size:
+        raise DamagedShard(
+            f"{path}: truncated, {name} ends at byte {offset + dataset.nbytes:,} of {path.stat().st_size:,}"
+        )
+    return offset
+
+
+def read_shard(path: Path) -> Shard:
+    """Read and check a shard's header, not its frames. DamagedShard, or UserError for another format version."""
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            attrs = dict(file.attrs)
+            version = attrs.get("format_version")
+            if version is not None and int(version) != FORMAT_VERSION:
+                raise UserError(
+                    f"{path}: format version {version}, this code reads version {FORMAT_VERSION}; use the code that "
+                    "made it, or move the folder away and make the dataset again"
+                )
+            if not bool(attrs.get("complete", False)):
+                raise DamagedShard(f"{path}: not complete (its writer was stopped, or it was copied in part)")
+            plan = json.loads(attrs["plan"])
+            starts, digests = file["episode_start"][:], file["episode_hash"][:]
+            attributes = {
+                name: _plain(attrs[name])
+                for name in (
+                    "format_version env split shard plan mean_return episode_seed background background_start "
+                    "background_direction"
+                ).split()
+            }
+            content_hash = str(attrs["content_hash"])
+            if _content_hash(attributes, starts, digests) != content_hash:
+                raise DamagedShard(f"{path}: the header does not match its content hash")
+            if starts.ndim != 1 or len(starts) < 2 or starts[0] != 0 or np.diff(starts).min() < 2:
+                raise DamagedShard(f"{path}: episode_start is not increasing")
+            frames = int(starts[-1])
+            offset = {
+                name: locate(file, path, name, dtype, (frames, *shape))
+                for name, (dtype, shape) in frame_schema(plan).items()
+            }
+            return Shard(
+                path=path,
+                plan=plan,
+                number=int(attributes["shard"]),
+                frames=frames,
+                episode_start=starts,
+                episode_hash=digests,
+                episode_seed=np.array(attributes["episode_seed"], np.int64),
+                background=attributes["background"],
+                content_hash=content_hash,
+                mean_return=float(attributes["mean_return"]),
+                command=str(attrs.get("command", "")),
+                offset=offset,
+            )
+    except FileNotFoundError:
+        raise DamagedShard(f"{path}: no such file") from None
+    except (OSError, RuntimeError, KeyError, ValueError, UnicodeDecodeError, TypeError) as error:
+        reason = "truncated" if "truncated" in str(error) else f"not a readable shard ({error})"
+        raise DamagedShard(f"{path}: {reason}") from error
+
+
+def _plain(value: Any) -> Any:
+    """An HDF5 attribute as the JSON value that was hashed."""
+    if isinstance(value, np.ndarray):
+        return [v.decode() if isinstance(v, bytes) else v for v in value.tolist()]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def shard_paths(folder: Path) -> list[Path]:
+    """The shards of a folder in order; `00000.sam.h5` and the like are not shards."""
+    found = [path for path in folder.glob("*.h5") if re.fullmatch(r"\d{5,}\.h5", path.name)]
+    return sorted(found, key=lambda path: int(path.stem))
+
+
+def verify_shard(shard: Shard) -> None:
+    """Re-hash every episode. Raises DamagedShard naming the episode."""
+    names = list(frame_schema(shard.plan))
+    arrays = {name: shard.array(name) for name in names}
+    for episode in range(shard.num_episodes):
+        start, stop = shard.episode_start[episode : episode + 2]
+        digest = _episode_digest({name: arrays[name][start:stop] for name in names})
+        if digest != shard.episode_hash[episode].tobytes():
+            raise DamagedShard(
+                f"{shard.path}: episode {episode} (frames {start} to {stop - 1}) does not match its hash"
+            )
+
+
+def plan_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """`field: old -> new` for every field that differs, nested ones as `outer.inner`."""
+    lines = []
+    for key in sorted(old.keys() | new.keys()):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            lines += [f"{key}.{line}" for line in plan_differences(a, b)]
+        elif a != b:
+            lines.append(f"{key}: {a} -> {b}")
+    return lines
+
+
+def missing_shards(shards: list[Shard]) -> str:
+    """What a sorted list of one split's shards lacks, as a phrase; empty if it is whole."""
+    plan, numbers = shards[0].plan, {shard.number for shard in shards}
+    last = plan["num_shards"] - 1 if plan["num_shards"] else max(numbers)
+    gaps = [number for number in range(last + 1) if number not in numbers]
+    if gaps:
+        names = ", ".join(f"{number:05d}.h5" for number in gaps[:3]) + (", ..." if len(gaps) > 3 else "")
+        return f"{len(gaps)} of {last + 1} shards missing ({names})"
+    transitions = sum(shard.frames - shard.num_episodes for shard in shards)
+    if transitions < plan["num_transitions"]:
+        return f"{transitions:,} of {plan['num_transitions']:,} transitions present"
+    return ""
