@@ -15,11 +15,15 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from common.errors import UserError
 from common.tasks import Task
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 DAVIS_URL = "https://data.vision.ee.ethz.ch/csergi/share/davis/DAVIS-2017-trainval-480p.zip"
 DCS_NUM_VIDEOS = 4  # the "easy" setting
@@ -141,7 +145,7 @@ def _image_clip(folder: Path, size: int) -> Clip:
     return Clip(folder.name, functools.partial(_read_images, folder, size))
 
 
-def _square(frame, size: int) -> np.ndarray:
+def _square(frame: "Image.Image", size: int) -> np.ndarray:
     """Centre crop a PIL image to a square and resize it: uint8 (size, size, 3)."""
     from PIL import Image
 
