@@ -6,7 +6,7 @@ LAOM (dunnolab/laom, Apache-2.0); the students in `experts/` make every script r
 
     python make_experts.py --env cheetah-run
 
-takes about 2 minutes on one CPU core (humanoid-walk: 6) and prints the returns of teacher and student.
+takes 2 to 3 minutes of one CPU core (humanoid-walk: 5) and prints the returns of teacher and student.
 """
 
 import hashlib
@@ -24,6 +24,7 @@ from torch import nn
 from tqdm import tqdm
 
 from common.envs import make_env
+from common.errors import UserError
 from common.experts import (
     EXPERT_ENVS,
     EXPERT_FORMAT_VERSION,
@@ -259,6 +260,9 @@ def make_expert(args: Args, env_name: str) -> str:
 
 
 def main(args: Args) -> None:
+    for name in ("rounds", "episodes_per_round", "final_updates", "batch_size", "eval_episodes"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1.")
     torch.set_num_threads(1)  # small matrices gain nothing from more, and the sums keep their order
     names = EXPERT_ENVS if args.env == "all" else (args.env,)
     rows = [f"{'':<14} {'teacher':>16} {'student':>18} {'ratio':>8} {'action var.':>11} {'student':>8}"]
