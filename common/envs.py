@@ -5,6 +5,7 @@ textures, colours and floor cannot leak into the physics or the clean render.
 """
 
 import atexit
+import contextlib
 import ctypes
 import ctypes.util
 import functools
@@ -13,6 +14,7 @@ import os
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import gymnasium
@@ -431,21 +433,18 @@ def _import_suite():
         return importlib.import_module("dm_control.suite")
 
 
-class _environment:
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
     """An environment variable that has another value inside the block."""
-
-    def __init__(self, name: str, value: str):
-        self._name, self._value = name, value
-
-    def __enter__(self) -> None:
-        self._before = os.environ.get(self._name)
-        os.environ[self._name] = self._value
-
-    def __exit__(self, *error: object) -> None:
-        if self._before is None:
-            del os.environ[self._name]
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
         else:
-            os.environ[self._name] = self._before
+            os.environ[name] = before
 
 
 def _select_gl() -> str:
@@ -474,7 +473,8 @@ def _loads(backend: str) -> bool:
 def _egl_starts() -> bool:
     """Try EGL in a process of its own: PyOpenGL cannot change its mind once it is imported."""
     probe = "from mujoco.egl import GLContext; GLContext(8, 8)"
-    return subprocess.run([sys.executable, "-c", probe], capture_output=True).returncode == 0
+    variables = {**os.environ, "MUJOCO_GL": "egl"}
+    return subprocess.run([sys.executable, "-c", probe], capture_output=True, env=variables).returncode == 0
 
 
 def _start_gl(size: int):

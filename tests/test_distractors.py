@@ -203,11 +203,11 @@ def test_camera_walk_stays_in_its_range_and_looks_at_the_agent(offset):
     scale, radius = 0.1, np.linalg.norm(offset)
     heading = np.arctan2(offset[1], offset[0])
     headings, distances, rolls, starts = [], [], [], []
-    for seed in range(4):
+    for seed in range(3):
         walk = CameraWalk(np.random.default_rng(seed), scale, offset, np.array([0.0, 0.0, 0.1]))
         starts.append(walk.spherical)
         previous = walk.pose()[0]
-        for _ in range(1000):
+        for _ in range(600):
             walk.step()
             position, rotation = walk.pose()
             assert np.linalg.norm(position - previous) <= 0.4 * scale * radius / 4 * 1.0001 + 1e-9

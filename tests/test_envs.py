@@ -218,7 +218,7 @@ def test_mask_is_what_changes_when_the_agent_is_made_invisible(name):
 def test_agent_stays_in_view(name):
     env = fast(name, renders=("distractor",), distractors=DistractorConfig("synthetic", num_videos=1))
     for seed in range(2):
-        for observation in rollout(env, seed, 120):
+        for observation in rollout(env, seed, 80):
             rows, columns = np.nonzero(observation["distractor/mask"])
             assert len(rows) > 30
             assert 12 < rows.mean() < 52 and 12 < columns.mean() < 52
@@ -301,6 +301,13 @@ def test_without_a_working_egl_physics_runs_and_rendering_names_the_package():
     result = run_python(BROKEN_GL, MUJOCO_GL="disable")
     assert result.returncode == 0, result.stderr
     assert "MUJOCO_GL is 'disable'" in result.stdout
+
+
+def test_egl_is_probed_before_osmesa_is_chosen():
+    probe = "from common.envs import _egl_starts; print(_egl_starts())"
+    assert run_python(probe, __EGL_VENDOR_LIBRARY_DIRS="/nonexistent").stdout == "False\n"
+    if os.environ["MUJOCO_GL"] == "egl":
+        assert run_python(probe).stdout == "True\n"
 
 
 def test_without_osmesa_rendering_names_the_package():
