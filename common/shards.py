@@ -89,12 +89,34 @@ def _content_hash(attributes: dict[str, Any], episode_start: np.ndarray, episode
     return digest.hexdigest()
 
 
-def _create_file(path: Path) -> h5py.File:
-    return h5py.File(path, "w", libver=HDF5_FORMAT, locking=False, alignment_threshold=1 << 16, alignment_interval=PAGE)
+def _open_file(path: Path, mode: str) -> h5py.File:
+    return h5py.File(
+        path, mode, libver=HDF5_FORMAT, locking=False, alignment_threshold=1 << 16, alignment_interval=PAGE
+    )
 
 
-def _create_dataset(file: h5py.File | h5py.Group, name: str, shape: tuple[int, ...], dtype: Any) -> h5py.Dataset:
-    return file.create_dataset(name, shape=shape, dtype=dtype, track_times=False, fill_time="never")
+def _lay_out(path: Path, claim: int, schema: dict[str, tuple[Any, tuple[int, ...]]], spare: int) -> dict[str, int]:
+    """Make an HDF5 file with empty contiguous datasets. Returns the offset of each; `claim` is the open file.
+
+    The content is written past HDF5 with `_write`: HDF5 2.0 crashes when it closes a file after a failed write. The
+    space for all of it and `spare` bytes for attributes is reserved, so that HDF5 itself does not meet a full disk.
+    """
+    size = spare + sum(np.dtype(dtype).itemsize * int(np.prod(shape)) + PAGE for dtype, shape in schema.values())
+    os.posix_fallocate(claim, 0, size)
+    with _open_file(path, "w") as file:  # shortens the file, so the space is reserved once more below
+        for name, (dtype, shape) in schema.items():
+            dataset = file.create_dataset(name, shape=shape, dtype=dtype, track_times=False, fill_time="never")
+            dataset[-1:] = np.zeros((1, *shape[1:]), dtype)  # any write makes HDF5 place the dataset
+        offsets = {name: file[name].id.get_offset() for name in schema}
+    os.posix_fallocate(claim, 0, size)
+    return offsets
+
+
+def _write(descriptor: int, offset: int, array: np.ndarray) -> None:
+    view = memoryview(np.ascontiguousarray(array)).cast("B")
+    while len(view):
+        count = os.pwrite(descriptor, view, offset)
+        view, offset = view[count:], offset + count
 
 
 def sync_path(path: Path) -> None:
@@ -174,12 +196,10 @@ class ShardWriter:
         self.frames = 0
         self._starts, self._digests, self._backgrounds, self._seeds, self._returns = [0], [], [], [], []
         self._part = path.with_name(path.name + ".part")
-        self._file: h5py.File | None = None
         self._claim = claim_part(self._part)
         try:
-            with self._full_disk():
-                self._file = self._create(self._part, max_frames)
-                os.posix_fallocate(self._claim, 0, self._file.id.get_filesize())
+            with _FullDisk(path):
+                self._offset = self._create(self._part, self._claim, max_frames)
         except BaseException:
             self.abort()
             raise
@@ -190,19 +210,18 @@ class ShardWriter:
     def __exit__(self, *_: object) -> None:
         self.abort()
 
-    def _full_disk(self) -> "_FullDisk":
-        return _FullDisk(self.path)
+    def _create(self, path: Path, claim: int, frames: int) -> dict[str, int]:
+        schema: dict[str, tuple[Any, tuple[int, ...]]] = {
+            "episode_start": (np.int64, (self.num_episodes + 1,)),
+            "episode_hash": (np.uint8, (self.num_episodes, 32)),
+        }
+        schema |= {name: (dtype, (frames, *shape)) for name, (dtype, shape) in frame_schema(self.plan).items()}
+        return _lay_out(path, claim, schema, spare=(1 << 16) + 256 * self.num_episodes)
 
-    def _create(self, path: Path, frames: int) -> h5py.File:
-        file = _create_file(path)
-        _create_dataset(file, "episode_start", (self.num_episodes + 1,), np.int64)
-        _create_dataset(file, "episode_hash", (self.num_episodes, 32), np.uint8)
-        for name, (dtype, shape) in frame_schema(self.plan).items():
-            dataset = _create_dataset(file, name, (frames, *shape), dtype)
-            # Reserve the extent now: writing the last byte makes HDF5 place the dataset, in this order.
-            dataset[frames - 1 :] = np.zeros((1, *shape), dtype)
-        file.flush()
-        return file
+    def _place(self, name: str, frame: int) -> int:
+        """Offset of a frame in the file."""
+        dtype, shape = frame_schema(self.plan)[name]
+        return self._offset[name] + frame * np.dtype(dtype).itemsize * int(np.prod(shape))
 
     def append(self, episode: dict[str, np.ndarray], seed: int, background: tuple[str, int, int] = ("", 0, 0)) -> None:
         """Add an episode: arrays named as in `frame_schema`, L+1 frames each. background: clip, start, direction."""
@@ -214,10 +233,9 @@ class ShardWriter:
                 raise ValueError(f"{name}: shape {arrays[name].shape}, expected {(length, *shape)}")
         if length < 2 or self.frames + length > self.max_frames or len(self._digests) >= self.num_episodes:
             raise ValueError(f"episode of {length} frames does not fit the shard")
-        assert self._file is not None
-        with self._full_disk():
+        with _FullDisk(self.path):
             for name, array in arrays.items():
-                self._file[name][self.frames : self.frames + length] = array
+                _write(self._claim, self._place(name, self.frames), array)
         self._digests.append(np.frombuffer(_episode_digest(arrays), np.uint8))
         self._backgrounds.append(background)
         self._seeds.append(seed)
@@ -229,36 +247,34 @@ class ShardWriter:
         """Finish the file and rename it into place. Returns the content hash."""
         if len(self._digests) != self.num_episodes:
             raise ValueError(f"{len(self._digests)} episodes written, {self.num_episodes} expected")
-        with self._full_disk():
+        starts, digests = np.array(self._starts, np.int64), np.stack(self._digests)
+        attributes = {
+            "format_version": FORMAT_VERSION,
+            "env": self.plan["env"],
+            "split": self.plan["split"],
+            "shard": self.shard,
+            "plan": json.dumps(self.plan, sort_keys=True),
+            "mean_return": float(np.mean(self._returns)),
+            "episode_seed": self._seeds,
+            "background": [name for name, _, _ in self._backgrounds],
+            "background_start": [int(start) for _, start, _ in self._backgrounds],
+            "background_direction": [int(direction) for _, _, direction in self._backgrounds],
+        }
+        content_hash = _content_hash(attributes, starts, digests)
+        with _FullDisk(self.path):
             if self.frames < self.max_frames:
                 self._shrink()
-            file = self._file
-            assert file is not None
-            starts, digests = np.array(self._starts, np.int64), np.stack(self._digests)
-            file["episode_start"][:], file["episode_hash"][:] = starts, digests
-            attributes = {
-                "format_version": FORMAT_VERSION,
-                "env": self.plan["env"],
-                "split": self.plan["split"],
-                "shard": self.shard,
-                "plan": json.dumps(self.plan, sort_keys=True),
-                "mean_return": float(np.mean(self._returns)),
-                "episode_seed": self._seeds,
-                "background": [name for name, _, _ in self._backgrounds],
-                "background_start": [int(start) for _, start, _ in self._backgrounds],
-                "background_direction": [int(direction) for _, _, direction in self._backgrounds],
-            }
-            content_hash = _content_hash(attributes, starts, digests)
-            for name, value in attributes.items():
-                file.attrs[name] = np.array([v.encode() for v in value]) if name == "background" else value
-            file.attrs["versions"] = json.dumps(self.versions, sort_keys=True)
-            file.attrs["command"] = self.command
-            file.attrs["content_hash"] = content_hash
-            file.flush()
-            os.fsync(self._claim)
-            file.attrs["complete"] = True
-            file.close()
-            self._file = None
+            _write(self._claim, self._offset["episode_start"], starts)
+            _write(self._claim, self._offset["episode_hash"], digests)
+            with _open_file(self._part, "r+") as file:
+                for name, value in attributes.items():
+                    file.attrs[name] = np.array([v.encode() for v in value]) if name == "background" else value
+                file.attrs["versions"] = json.dumps(self.versions, sort_keys=True)
+                file.attrs["command"] = self.command
+                file.attrs["content_hash"] = content_hash
+                file.flush()
+                os.fsync(self._claim)
+                file.attrs["complete"] = True
             os.fsync(self._claim)
             os.replace(self._part, self.path)
             sync_path(self.path.parent)
@@ -270,34 +286,26 @@ class ShardWriter:
         """Copy to a file of exactly the frames written, if episodes ended early: contiguous datasets cannot shrink."""
         exact = self._part.with_name(self._part.name.replace(".part", ".exact.part"))
         claim = claim_part(exact)
-        old, self._file = self._file, None
-        assert old is not None
         try:
-            self._file = self._create(exact, self.frames)
-            for name in frame_schema(self.plan):
-                for start in range(0, self.frames, COPY_CHUNK):
-                    stop = min(start + COPY_CHUNK, self.frames)
-                    self._file[name][start:stop] = old[name][start:stop]
+            offset = self._create(exact, claim, self.frames)
+            for name, (dtype, shape) in frame_schema(self.plan).items():
+                item = np.dtype(dtype).itemsize * int(np.prod(shape))
+                for frame in range(0, self.frames, COPY_CHUNK):
+                    count = min(COPY_CHUNK, self.frames - frame)
+                    data = os.pread(self._claim, count * item, self._place(name, frame))
+                    _write(claim, offset[name] + frame * item, np.frombuffer(data, np.uint8))
             os.replace(exact, self._part)
         except BaseException:
             exact.unlink(missing_ok=True)
             os.close(claim)
             raise
-        finally:
-            old.close()
         os.close(self._claim)
-        self._claim = claim
+        self._claim, self._offset = claim, offset
 
     def abort(self) -> None:
         """Drop the shard; does nothing after `commit`."""
         if self._claim < 0:
             return
-        try:
-            if self._file is not None:
-                self._file.close()
-        except (OSError, RuntimeError):
-            pass  # a full disk also fails the flush of a file that is about to be removed
-        self._file = None
         self._part.unlink(missing_ok=True)
         os.close(self._claim)
         self._claim = -1
@@ -331,9 +339,10 @@ def write_sidecar(shard: Path, name: str, arrays: dict[str, np.ndarray], **attri
     claim = claim_part(part)
     try:
         with _FullDisk(path):
-            with _create_file(part) as file:
-                for key in sorted(arrays):
-                    _create_dataset(file, key, arrays[key].shape, arrays[key].dtype)[:] = arrays[key]
+            schema = {key: (arrays[key].dtype, arrays[key].shape) for key in sorted(arrays)}
+            for key, offset in _lay_out(part, claim, schema, spare=1 << 16).items():
+                _write(claim, offset, arrays[key])
+            with _open_file(part, "r+") as file:
                 for key, value in sorted(attributes.items()):
                     file.attrs[key] = value
                 file.attrs["format_version"] = FORMAT_VERSION
