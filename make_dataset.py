@@ -61,7 +61,7 @@ class Args:
     episode_length: int = 1000
     """Steps after which an episode is cut (on Meta-World it also ends on success)."""
     episodes_per_shard: int | None = None
-    """Default: as many as fit in 1 GB, but few enough for 16 shards."""
+    """Default: as many as fit in 1 GB, at most a sixteenth of the split."""
     workers: int = len(os.sched_getaffinity(0))
     """Processes. Has no influence on what is written."""
     split: Literal["both", "train", "test"] = "both"

@@ -89,6 +89,8 @@ class Args:
     """decoupled weight decay of AdamW"""
     eval_episodes: int = 100
     """episodes of the decoded policy on held-out backgrounds"""
+    eval_steps: int | None = None
+    """steps per evaluation episode; None: the task's"""
     eval_envs: int = 16
     """environments that run in parallel during evaluation, one process each"""
     davis_dir: Path | None = None
@@ -194,9 +196,9 @@ class ActionDecoder(nn.Sequential):
 
 
 def orthogonal_init(module: nn.Module) -> None:
-    """Orthogonal weights (gain sqrt 2 before the ReLUs of convolutions) and zero biases; for `nn.Module.apply`."""
+    """Orthogonal weights and zero biases; for `nn.Module.apply`."""
     if isinstance(module, (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)):
-        nn.init.orthogonal_(module.weight, 1.0 if isinstance(module, nn.Linear) else math.sqrt(2))
+        nn.init.orthogonal_(module.weight)
         nn.init.zeros_(module.bias)
 
 
@@ -579,6 +581,7 @@ def main(args: Args) -> None:
         num_envs=args.eval_envs,
         device=device,
         davis_dir=args.davis_dir,
+        max_steps=args.eval_steps,
     )
     costs["rollout"] = {"seconds": time.monotonic() - start}
     score = evaluation.normalised_score(rolled, task, train_set)

@@ -37,10 +37,11 @@ def table(results: list[dict[str, Any]]) -> str:
     lines = [head + [f"{stage} s" for stage in stages]]
     for result in results:
         metrics = result["metrics"]
+        share = metrics["eval/normalised_paper"]
         lines.append(
             [result["script"], result["env"], result["variant"], str(result["seed"])]
             + [f"{metrics['eval/nmse']:.3f}", f"{metrics['eval/nmse_untrained']:.3f}"]
-            + [f"{metrics['eval/return']:.1f}", f"{100 * metrics['eval/normalised_paper']:.1f}%"]
+            + [f"{metrics['eval/return']:.1f}", "-" if share is None else f"{100 * share:.1f}%"]
             + [f"{result['seconds'].get(stage, float('nan')):.0f}" for stage in stages]
         )
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]

@@ -437,9 +437,9 @@ def _load(
         return tensor.pin_memory().to(device, non_blocking=True) if pin else tensor
 
     def gather(kind: Literal["frames", "masks"], item: tuple[int, ...]) -> torch.Tensor:
-        if on_device:
-            return dataset.resident(kind, device)[where]
         shape = (*window.shape, *item)
+        if on_device:  # as int64, an eighth of the elements to index; sizes are multiples of 8
+            return dataset.resident(kind, device).flatten(1).view(torch.int64)[where].view(torch.uint8).view(shape)
         host = torch.empty(shape, dtype=torch.uint8, pin_memory=True) if pin else torch.from_numpy(buffers.take(shape))
         (dataset.frames if kind == "frames" else dataset.masks)(window, out=host.numpy())
         return host.to(device, non_blocking=True) if pin else host

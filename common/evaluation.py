@@ -186,17 +186,18 @@ def rollout(
 def normalised_score(rolled: dict[str, Any], task: Task, dataset: Dataset) -> dict[str, float | None]:
     """NR (DCS) or NSR (Meta-World) against both denominators: the paper's expert, and the one that made `dataset`.
 
-    The dataset's expert is taken over its whole episodes; where they are shorter than the task's, its mean return is no
-    full-length score and that ratio is None.
+    A return can only be compared with one over as many steps: the first is None if the episodes were shorter than the
+    task's, the second if their length is not that of the episodes in `dataset`.
     """
     if task.suite == "dmw":
         assert dataset.episode_success is not None
         score, expert = rolled["success_rate"], float(dataset.episode_success.mean())
-        comparable = True
+        full = same = True
     else:
         score, expert = rolled["return_mean"], dataset.mean_return
-        comparable = bool((np.diff(dataset.episode_start) - 1).min() == max(rolled["lengths"]))
+        steps, made = set(rolled["lengths"]), set((np.diff(dataset.episode_start) - 1).tolist())
+        full, same = steps == {task.max_steps}, steps == made
     return {
-        "normalised_paper": score / task.expert_score,
-        "normalised_dataset": score / expert if comparable and expert > 0 else None,
+        "normalised_paper": score / task.expert_score if full else None,
+        "normalised_dataset": score / expert if same and expert > 0 else None,
     }

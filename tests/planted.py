@@ -1,0 +1,85 @@
+"""A planted data set: a square that moves by the action, over a background that moves by itself. No renderer needed."""
+
+from pathlib import Path
+
+import numpy as np
+
+from common.shards import ShardWriter
+
+SPEED = 3  # pixels per step at action 1
+
+
+def background(rng: np.random.Generator, size: int) -> np.ndarray:
+    """A texture with a 1/f spectrum, uint8 (size, size, 3), periodic."""
+    frequency = np.hypot(*np.meshgrid(np.fft.fftfreq(size), np.fft.fftfreq(size)))
+    frequency[0, 0] = np.inf
+    noise = np.fft.fft2(rng.standard_normal((3, size, size))) / frequency
+    texture = np.fft.ifft2(noise).real
+    return np.clip(128 + 50 * texture / texture.std((1, 2), keepdims=True), 0, 255).astype(np.uint8).transpose(1, 2, 0)
+
+
+def episode(rng: np.random.Generator, length: int, size: int, action_dim: int, moving: bool) -> dict[str, np.ndarray]:
+    """Arrays of one episode; the first two action dimensions move the square, the others do nothing."""
+    side = size // 4
+    action = rng.uniform(-1, 1, (length + 1, action_dim)).astype(np.float32)
+    texture = background(rng, size)
+    place, drift = rng.uniform(0, size - side, 2), np.zeros(2)
+    frames, masks, states = [], [], []
+    for step in range(length + 1):
+        frame = np.roll(texture, tuple(np.round(drift).astype(int)), (0, 1)).copy()
+        top, left = np.round(place).astype(int)
+        frame[top : top + side, left : left + side] = (250, 40, 40)
+        frame[top + 2 : top + side - 2, left + 2 : left + 4] = (20, 20, 90)
+        mask = np.zeros((size, size), bool)
+        mask[top : top + side, left : left + side] = True
+        frames.append(frame)
+        masks.append(np.packbits(mask))
+        states.append(place)
+        target = place + SPEED * action[step, :2]
+        action[step, :2] = np.where((target < 0) | (target > size - side), -action[step, :2], action[step, :2])
+        place = np.clip(place + SPEED * action[step, :2], 0, size - side)
+        drift = drift + (rng.uniform(-4, 4, 2) if moving else 0)
+    action[-1] = np.nan
+    reward = np.append(np.ones(length), 0).astype(np.float32)
+    arrays = {"action": action, "reward": reward, "state": np.array(states, np.float32)}
+    for render in ("clean", "distractor"):
+        arrays |= {f"{render}/observation": np.stack(frames), f"{render}/mask": np.stack(masks)}
+    return arrays
+
+
+def write(
+    data_dir: Path,
+    *,
+    train: int = 4,
+    test: int = 2,
+    length: int = 20,
+    size: int = 32,
+    action_dim: int = 6,
+    env: str = "cheetah-run",
+    moving: bool = True,
+) -> Path:
+    """Writes both splits of a planted set (episodes of `length` transitions) and returns `data_dir`."""
+    for number, (split, episodes) in enumerate((("train", train), ("test", test))):
+        plan = {
+            "env": env,
+            "split": split,
+            "image_size": size,
+            "action_dim": action_dim,
+            "state_dim": 2,
+            "success": False,
+            "renders": ["clean", "distractor"],
+            "num_shards": 1,
+            "num_transitions": episodes * length,
+            "expert": "planted",
+            "expert_sha256": "",
+            "quality": "fast",
+            "distractors": {"backgrounds": "synthetic"},
+        }
+        folder = data_dir / env / split
+        folder.mkdir(parents=True, exist_ok=True)
+        rng = np.random.default_rng([number, 7])
+        with ShardWriter(folder / "00000.h5", plan, 0, episodes * (length + 1), episodes) as writer:
+            for index in range(episodes):
+                writer.append(episode(rng, length, size, action_dim, moving), seed=index)
+            writer.commit()
+    return data_dir

@@ -1,0 +1,266 @@
+"""Runs that are stopped, killed or damaged and then repeated: exact results, clear errors, nothing lost."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import planted
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+TINY = (
+    "--idm-scale 1 --fdm-scale 1 --policy-scale 1 --latent-dim 16 --batch-size 16 --num-labels 40 --log-every 1".split()
+)
+TINY += "--checkpoint-every 3 --lam-updates 10 --policy-updates 10 --decoder-updates 40 --device cpu".split()
+TINY += "--eval-episodes 3 --eval-envs 2 --eval-steps 20".split()
+STAGES = ("lam", "bc", "decoder")
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A planted set at the size of the real frames, so that the decoded policy can act in the real environment."""
+    return planted.write(tmp_path_factory.mktemp("planted"), train=3, test=2, length=20, size=64)
+
+
+def command(script: str, data: Path, runs: Path, *more: str) -> list[str]:
+    flags = ["--data-dir", str(data), "--runs-dir", str(runs), "--variant", "test", *TINY, *more]
+    return [sys.executable, f"{script}.py", *flags]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def finish(*arguments) -> subprocess.CompletedProcess:
+    return subprocess.run(command(*arguments), cwd=ROOT, capture_output=True, text=True, env=environment())
+
+
+def run_dir(script: str, runs: Path) -> Path:
+    return runs / script / "cheetah-run/test/seed1"
+
+
+def until(process: subprocess.Popen, directory: Path, stage: str, step: int, timeout: float = 300) -> None:
+    """Waits until a run has logged an update of a stage."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline and process.poll() is None:
+        path = directory / "metrics.jsonl"
+        for line in path.read_text().splitlines() if path.exists() else []:
+            try:
+                values = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if values["stage"] == stage and values["step"] >= step:
+                return
+        time.sleep(0.01)
+    raise AssertionError(f"{stage} did not reach update {step}: {process.communicate()}")
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for stage in STAGES:
+        state = torch.load(directory / f"{stage}.pt", weights_only=True)
+        for part in ("model", "probe"):
+            found |= {f"{stage}.{part}.{name}": value for name, value in (state[part] or {}).items()}
+    return found
+
+
+def losses(directory: Path) -> list[tuple]:
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [(line["stage"], line["step"], line.get(f"{line['stage']}/loss")) for line in lines]
+
+
+@pytest.fixture(scope="module", params=["lapo", "masklam"])
+def undisturbed(request: pytest.FixtureRequest, data_dir: Path, tmp_path_factory: pytest.TempPathFactory):
+    """A whole run of each script: its name and run directory."""
+    runs = tmp_path_factory.mktemp(request.param)
+    done = finish(request.param, data_dir, runs)
+    assert done.returncode == 0, done.stderr
+    return request.param, run_dir(request.param, runs)
+
+
+def test_end_to_end(undisturbed) -> None:
+    script, directory = undisturbed
+    files = {path.name for path in directory.iterdir()}
+    assert files >= {
+        "args.json",
+        "metrics.jsonl",
+        "result.json",
+        "world_model.png",
+        "curves.png",
+        "lam.pt",
+        "bc.pt",
+        "decoder.pt",
+    }
+    assert not [name for name in files if ".part" in name or name.endswith(".npy")]
+    assert not list((directory / "checkpoints").iterdir())
+    result = json.loads((directory / "result.json").read_text())
+    assert result["script"] == script and result["labelled_transitions"] == 40
+    for name in ("eval/nmse", "eval/nmse_untrained", "eval/return", "eval/normalised_dataset"):
+        assert isinstance(result["metrics"][name], float)
+    assert set(result["seconds"]) == {"lam", "labels", "bc", "features", "decoder", "probe", "rollout"}
+    assert result["rollout"]["lengths"] == [20, 20, 20] and len(set(result["rollout"]["returns"])) == 3
+    assert result["peak_memory_gib"] > 0 and result["parameters"]["lam"] > 0
+    assert len(result["dataset"]["train"]["hash"]) == 64 and torch.__version__.startswith(result["versions"]["torch"])
+    logged = losses(directory)
+    assert [step for stage, step, _ in logged if stage == "lam"] == list(range(1, 11))
+    for stage in STAGES:
+        first, *_, last = [loss for name, _, loss in logged if name == stage]
+        assert last < first, stage
+
+
+@pytest.mark.parametrize(("stage", "step"), [("lam", 2), ("lam", 5), ("lam", 10), ("bc", 7), ("decoder", 20)])
+def test_killed_and_repeated_is_bit_identical(
+    undisturbed, data_dir: Path, tmp_path: Path, stage: str, step: int
+) -> None:
+    """SIGKILL before the first checkpoint, between checkpoints, across the stage boundary, and in each stage."""
+    script, reference = undisturbed
+    process = subprocess.Popen(
+        command(script, data_dir, tmp_path),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    directory = run_dir(script, tmp_path)
+    until(process, directory, stage, step)
+    process.kill()
+    process.wait()
+    assert not (directory / "result.json").exists()
+    done = finish(script, data_dir, tmp_path)
+    assert done.returncode == 0, done.stderr
+    expected, found = weights(reference), weights(directory)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert losses(directory) == losses(reference)
+    results = [json.loads((path / "result.json").read_text()) for path in (reference, directory)]
+    assert results[0]["metrics"] == results[1]["metrics"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_says_so(data_dir: Path, tmp_path: Path, number: int) -> None:
+    process = subprocess.Popen(
+        command("lapo", data_dir, tmp_path, "--lam-updates", "5000", "--checkpoint-every", "1000"),
+        cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    directory = run_dir("lapo", tmp_path)
+    until(process, directory, "lam", 2)
+    process.send_signal(number)
+    message = process.communicate(timeout=120)[1]
+    assert process.returncode == 128 + number
+    assert "the same command goes on" in message
+    (path,) = (directory / "checkpoints").glob("lam-*.pt")
+    assert int(re.search(r"update (\d+) of 5000", message)[1]) == torch.load(path, weights_only=True)["step"]
+
+
+@pytest.fixture
+def half_done(data_dir: Path, tmp_path: Path) -> Path:
+    """A run killed in stage 1 with two checkpoints; returns its runs folder."""
+    process = subprocess.Popen(
+        command("lapo", data_dir, tmp_path),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    until(process, run_dir("lapo", tmp_path), "lam", 7)
+    process.kill()
+    process.wait()
+    return tmp_path
+
+
+def test_a_broken_newest_checkpoint_is_reported_and_the_one_before_used(half_done: Path, data_dir: Path) -> None:
+    directory = run_dir("lapo", half_done)
+    older, newest = sorted((directory / "checkpoints").glob("*.pt"))
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1  # one flipped bit
+    newest.write_bytes(content)
+    done = finish("lapo", data_dir, half_done)
+    assert done.returncode == 0 and newest.name in done.stderr and "using the checkpoint before it" in done.stderr
+    assert older.name  # the older one was good, so the run ended as it should
+    assert [step for stage, step, _ in losses(directory) if stage == "lam"] == list(range(1, 11))
+
+
+def test_other_arguments_are_refused_by_name(half_done: Path, data_dir: Path) -> None:
+    done = finish("lapo", data_dir, half_done, "--lam-lr", "0.5")
+    assert done.returncode == 1
+    assert "lam_lr: 0.0006 there, 0.5 now" in done.stderr and "--variant" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_another_dataset_is_refused(half_done: Path, tmp_path: Path) -> None:
+    other = planted.write(tmp_path / "other", train=3, test=2, length=21, size=64)
+    done = finish("lapo", other, half_done)
+    assert done.returncode == 1 and "train_hash" in done.stderr
+
+
+def test_a_second_process_is_refused(half_done: Path, data_dir: Path) -> None:
+    first = subprocess.Popen(
+        command("lapo", data_dir, half_done),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    until(first, run_dir("lapo", half_done), "lam", 8)
+    done = finish("lapo", data_dir, half_done)
+    first.kill()
+    first.wait()
+    assert done.returncode == 1 and "another process" in done.stderr
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(data_dir: Path, tmp_path: Path) -> None:
+    done = finish("lapo", data_dir, tmp_path, "--lam-lr", "1e30", "--checkpoint-every", "1")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert re.search(r"not finite at update \d+, episodes \[.*\]", done.stderr)
+    assert "last good checkpoint" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--env", "cheetah-rum"], "did you mean"),
+        (["--mask-source", "nothing"], "no masks named 'nothing'"),
+        (["--num-labels", "1000000"], "--num-labels"),
+        (["--occlusion", "2"], "--occlusion"),
+        (["--batch-size", "4096"], "batch"),
+        (["--env", "walker-run"], "make_dataset.py --env walker-run"),
+    ],
+)
+def test_bad_input_is_one_clear_message(data_dir: Path, tmp_path: Path, flags: list[str], message: str) -> None:
+    done = finish("masklam", data_dir, tmp_path, *flags)
+    assert done.returncode == 1, done.stderr
+    assert message.lower() in done.stderr.lower() and "Traceback" not in done.stderr
+
+
+def test_unknown_flag(data_dir: Path, tmp_path: Path) -> None:
+    done = finish("lapo", data_dir, tmp_path, "--mask-source", "gt")
+    assert done.returncode == 2 and "mask-source" in done.stderr + done.stdout
+
+
+def test_full_disk(data_dir: Path, tmp_path: Path) -> None:
+    """A file size limit acts like a full disk: one message, no half-written checkpoint."""
+    limited = ["bash", "-c", 'ulimit -f 400; trap "" XFSZ; exec "$@"', "-", *command("lapo", data_dir, tmp_path)]
+    done = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True, env=environment())
+    assert done.returncode == 1, done.stderr
+    assert "the disk is full" in done.stderr and "Traceback" not in done.stderr
+    directory = run_dir("lapo", tmp_path)
+    assert not list(directory.rglob("*.part*")) and not list(directory.glob("lam.pt"))
+    assert finish("lapo", data_dir, tmp_path).returncode == 0  # with room, the same command ends well
+
+
+def test_a_damaged_finished_stage_is_named(undisturbed, data_dir: Path, tmp_path: Path) -> None:
+    script, reference = undisturbed
+    directory = run_dir(script, tmp_path)
+    shutil.copytree(reference, directory)
+    (directory / "result.json").unlink()
+    path = directory / "bc.pt"
+    path.write_bytes(path.read_bytes()[:-100])
+    done = finish(script, data_dir, tmp_path)
+    assert done.returncode == 1 and str(path) in done.stderr and "remove it" in done.stderr
