@@ -92,8 +92,8 @@ class Args:
     """steps per evaluation episode; None: the task's"""
     eval_envs: int = 16
     """environments that run in parallel during evaluation, one process each"""
-    davis_dir: Path | None = None
-    """folder of the DAVIS clips for evaluation; None: where the dataset was made from"""
+    clips_dir: Path | None = None
+    """folder of the background clips that made the dataset, for the evaluation; None: data/DAVIS"""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """where to train; auto takes the GPU if there is one"""
     compile: bool | None = None
@@ -378,6 +378,7 @@ def main(args: Args) -> None:
     train_set = Dataset(args.data_dir, args.env, "train", render, mask_source)
     test_set = Dataset(args.data_dir, args.env, "test", render, mask_source)
     size, action_dim = train_set.image_size, train_set.action_dim
+    distractors = evaluation.held_out_distractors(test_set, task, args.clips_dir)
     labelled = train_set.labelled(args.num_labels, args.seed)
     variant = runs.variant_name(args, defaults([f"--env={args.env}", *(["--quick"] if args.quick else [])]))
     run = runs.Run(args, Path(__file__).stem, variant, {"train_hash": train_set.hash, "test_hash": test_set.hash})
@@ -499,11 +500,12 @@ def main(args: Args) -> None:
     rolled = evaluation.rollout(
         act,
         task,
-        train_set,
+        render,
+        distractors,
+        test_set.plan["quality"],
         episodes=args.eval_episodes,
         num_envs=args.eval_envs,
         device=device,
-        davis_dir=args.davis_dir,
         max_steps=args.eval_steps,
     )
     costs["rollout"] = {"seconds": time.monotonic() - start}

@@ -7,7 +7,6 @@ stopped. What a shard holds depends on the arguments and its number alone, never
 it. Paper scale (the default without --quick) takes about 230 GB for a task of the Control Suite.
 """
 
-import hashlib
 import math
 import multiprocessing
 import multiprocessing.connection
@@ -39,7 +38,7 @@ from common.shards import (
     remove_stale_parts,
     shard_paths,
 )
-from common.tasks import TASKS, Task, get_task
+from common.tasks import TASKS, get_task
 
 EnvName = Literal[tuple(TASKS)]
 SPLITS = ("train", "test")
@@ -144,18 +143,9 @@ def distractor_config(args: Args):
     return DistractorConfig(args.backgrounds, args.davis_dir, args.num_videos, args.camera_scale, args.color_scale)
 
 
-def clips_digest(args: Args, task: Task, split: str) -> dict[str, str]:
-    """Clip name -> SHA-256 of its frames as rendered, so that reduced and full-size copies of DAVIS do not mix."""
-    from common.distractors import load_clips
-
-    digests = {}
-    for clip in load_clips(distractor_config(args), task, split):
-        digests[clip.name] = hashlib.sha256(np.ascontiguousarray(clip.frames).data).hexdigest()
-    return digests
-
-
 def make_plan(args: Args, split: str) -> dict[str, Any]:
     """Everything that decides what the shards of a split hold. Raises UserError for impossible arguments."""
+    from common.distractors import clips_digest
     from common.experts import load_expert
 
     task = get_task(args.env)
@@ -180,7 +170,7 @@ def make_plan(args: Args, split: str) -> dict[str, Any]:
     if "distractor" in renders:
         distractors = {
             "backgrounds": args.backgrounds if args.backgrounds in ("davis", "synthetic") else "folder",
-            "clips": clips_digest(args, task, split),
+            "clips": clips_digest(distractor_config(args), task, split),
             "camera_scale": args.camera_scale if task.suite == "dcs" else 0.0,
             "color_scale": args.color_scale if task.suite == "dcs" else 0.0,
         }

@@ -6,6 +6,7 @@ random number comes from the generator that the caller passes, and the camera is
 
 import fcntl
 import functools
+import hashlib
 import os
 import shutil
 import tempfile
@@ -315,6 +316,14 @@ def _reflect(position: np.ndarray, size: int) -> np.ndarray:
 
 
 # --- what changes at every step ---
+
+
+def clips_digest(config: DistractorConfig, task: Task, split: str) -> dict[str, str]:
+    """Clip name -> SHA-256 of its frames as rendered, so that reduced and full-size copies of DAVIS do not mix."""
+    return {
+        clip.name: hashlib.sha256(np.ascontiguousarray(clip.frames).data).hexdigest()
+        for clip in load_clips(config, task, split)
+    }
 
 
 class BackgroundPlayer:

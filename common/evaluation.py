@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from common import runs
 from common.dataset import Dataset
-from common.distractors import DistractorConfig
+from common.distractors import DistractorConfig, clips_digest
 from common.envs import make_env
+from common.errors import UserError
 from common.tasks import Task
 
 Pairs = Iterable[tuple[Tensor, Tensor]]  # latent actions (B, d_z) and actions (B, A) clipped to [-1, 1]
@@ -94,31 +96,56 @@ class _Episodes(gymnasium.Wrapper):
         return self.env.reset(seed=int(seed_sequence.generate_state(1)[0]))
 
 
-def evaluation_distractors(dataset: Dataset, davis_dir: Any = None) -> tuple[DistractorConfig, str]:
-    """The distractors and the rendering quality that made `dataset`; `davis_dir` overrides where the clips lie."""
-    settings = dict(dataset.plan["distractors"])
-    if davis_dir is not None:
-        settings["davis_dir"] = davis_dir
-    return DistractorConfig(**settings), dataset.plan["quality"]
+def held_out_distractors(test_set: Dataset, task: Task, clips_dir: Path | None) -> DistractorConfig:
+    """The distractors of evaluation episodes: those that made the test split, with the same clips.
+
+    Args:
+        clips_dir: folder of the clips (DAVIS in its official layout, or the user's own); None: data/DAVIS.
+
+    Raises:
+        UserError: the clips are missing, or are not the ones that made the test split. Call it before training.
+    """
+    settings = test_set.plan["distractors"]
+    if test_set.render == "clean" or settings is None:
+        return DistractorConfig()
+    kind, folder = settings["backgrounds"], Path("data/DAVIS") if clips_dir is None else clips_dir
+    if kind == "folder" and clips_dir is None:
+        raise UserError(
+            f"{test_set.folder} was made with a folder of clips; name it for the evaluation: --clips-dir DIR"
+        )
+    config = DistractorConfig(
+        backgrounds=str(folder) if kind == "folder" else kind,
+        davis_dir=folder,
+        num_videos=len(settings["clips"]),
+        camera_scale=settings["camera_scale"],
+        color_scale=settings["color_scale"],
+    )
+    if clips_digest(config, task, "test") != settings["clips"]:
+        raise UserError(
+            f"the clips in {folder} are not those that made {test_set.folder} ({', '.join(settings['clips'])}); "
+            "name the folder that make_dataset.py used: --clips-dir DIR"
+        )
+    return config
 
 
 def rollout(
     act: Callable[[Tensor], Tensor],
     task: Task,
-    dataset: Dataset,
+    render: str,
+    distractors: DistractorConfig,
+    quality: str,
     *,
     episodes: int,
     num_envs: int,
     device: torch.device,
-    davis_dir: Any = None,
     max_steps: int | None = None,
 ) -> dict[str, Any]:
     """Runs the deterministic policy `act` for `episodes` episodes on held-out (test split) backgrounds.
 
-    The environments render what `dataset` shows: same render, distractor settings and quality.
-
     Args:
         act: uint8 frames (N, 3, H, W, 3), the newest last, to actions (N, A).
+        render: what the policy sees, clean or distractor.
+        distractors, quality: as for `common.envs.make_env`.
         num_envs: environments in parallel, one process each; does not change the result's episodes.
         max_steps: shorter episodes than the task's.
 
@@ -127,11 +154,10 @@ def rollout(
     Raises:
         Stopped: a signal arrived.
     """
-    config, quality = evaluation_distractors(dataset, davis_dir)
     num_envs = min(num_envs, episodes)
     make = partial(
-        make_env, task.name, split="test", renders=(dataset.render,), masks=False, quality=quality,
-        distractors=config, max_steps=max_steps,
+        make_env, task.name, split="test", renders=(render,), masks=False, quality=quality,
+        distractors=distractors, max_steps=max_steps,
     )  # fmt: skip
     makers = [partial(_Episodes, make, first, num_envs, episodes) for first in range(num_envs)]
     if num_envs == 1:
@@ -145,7 +171,7 @@ def rollout(
     length, total, success = np.zeros(num_envs, int), np.zeros(num_envs), np.zeros(num_envs, bool)
     progress = runs.Progress("evaluation", episodes, "episodes")
     try:
-        frame = envs.reset()[0][f"{dataset.render}/observation"]
+        frame = envs.reset()[0][f"{render}/observation"]
         stack = np.repeat(frame[:, None], 3, axis=1)  # (N, 3, H, W, 3): frames before the first one repeat it
         starting = np.zeros(num_envs, bool)  # this step only resets the environment
         while (number < episodes).any():
@@ -154,7 +180,7 @@ def rollout(
             with torch.inference_mode():
                 action = act(torch.from_numpy(stack).to(device)).float().cpu().numpy()
             observation, reward, terminated, truncated, info = envs.step(np.clip(action, -1, 1))
-            frame = observation[f"{dataset.render}/observation"]
+            frame = observation[f"{render}/observation"]
             stack = np.concatenate([stack[:, 1:], frame[:, None]], axis=1)
             stack[starting] = frame[starting][:, None]
             running = ~starting

@@ -228,7 +228,7 @@ class Progress:
 
 # Fields that may differ between two commands that continue one run: they change neither the data nor the numbers.
 RUNTIME_FIELDS = frozenset(
-    "data_dir runs_dir davis_dir variant device compile eval_envs log_every checkpoint_every "
+    "data_dir runs_dir clips_dir variant device compile eval_envs log_every checkpoint_every "
     "track wandb_project".split()
 )
 

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
+from common.distractors import DistractorConfig, clips_digest
 from common.shards import ShardWriter
+from common.tasks import get_task
 
 SPEED = 3  # pixels per step at action 1
 
@@ -73,7 +75,12 @@ def write(
             "expert": "planted",
             "expert_sha256": "",
             "quality": "fast",
-            "distractors": {"backgrounds": "synthetic"},
+            "distractors": {
+                "backgrounds": "synthetic",
+                "clips": clips_digest(DistractorConfig(backgrounds="synthetic", num_videos=1), get_task(env), split),
+                "camera_scale": 0.1,
+                "color_scale": 0.1,
+            },
         }
         folder = data_dir / env / split
         folder.mkdir(parents=True, exist_ok=True)

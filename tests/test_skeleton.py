@@ -26,9 +26,9 @@ def skeleton(text: str) -> tuple[list[str], list[str]]:
     for number, line in enumerate(text.splitlines(keepends=True), 1):
         stripped = line.rstrip("\n")
         start, end = START.match(stripped), END.match(stripped)
-        if "--- method" in line and not start or "--- end method" in line and not end:
+        if ("--- method" in line and not start) or ("--- end method" in line and not end):
             raise ValueError(f"line {number}: a mark that is not written exactly")
-        if bool(start) and inside or bool(end) and not inside:
+        if (bool(start) and inside) or (bool(end) and not inside):
             raise ValueError(f"line {number}: regions must not nest and must be opened")
         if start:
             names.append(start[1])
@@ -114,7 +114,9 @@ def mutate_mark(text: str) -> str:
 
 
 def mutate_order(text: str) -> str:
-    return text.replace("method: imports", "method: X").replace("method: loss", "method: imports").replace(": X", ": loss")
+    return (
+        text.replace("method: imports", "method: X").replace("method: loss", "method: imports").replace(": X", ": loss")
+    )
 
 
 @pytest.mark.parametrize(
