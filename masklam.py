@@ -130,7 +130,7 @@ class Args:
 
 # What differs from the defaults above on Distracting Meta-World, and with --quick.
 DMW = {"batch_size": 128, "lam_epochs": 4, "lam_lr": 3e-4, "policy_epochs": 4, "policy_lr": 2e-4}
-QUICK = {"idm_scale": 1, "fdm_scale": 1, "policy_scale": 1, "batch_size": 64, "lam_updates": 600, "lam_lr": 1e-3}
+QUICK = {"idm_scale": 1, "fdm_scale": 1, "policy_scale": 1, "batch_size": 32, "lam_updates": 640, "lam_lr": 1e-3}
 QUICK |= {"policy_updates": 300, "policy_lr": 1e-3, "decoder_updates": 2000, "num_labels": 5000, "eval_episodes": 4}
 QUICK |= {"eval_envs": 2, "log_every": 20, "checkpoint_every": 100}
 # --- end method ---
