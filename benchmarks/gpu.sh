@@ -211,7 +211,7 @@ run() {
     local spare=(--train-transitions 100000 --test-transitions 10000 --episode-length 500 --quality fast --render distractor
         --backgrounds synthetic)
     local train=(--batch-size 512 --lam-updates "$lam" --policy-updates 1000 --decoder-updates 2000 --num-labels 10000
-        --eval-episodes 16 --eval-envs 16)
+        --eval-episodes 16 --eval-envs 16 --clips-dir "$BUNDLE/DAVIS")
     local sweep=(--sweep --stages lam bc --windows 3 --window-seconds 1.5)
     local stages=(--windows 3 --window-seconds 1.5)
     local render=(--qualities full --kinds physics distractor both masks --windows 2 --window-seconds 1.5)
