@@ -276,6 +276,8 @@ class Run:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another process is writing to {self.dir}; wait for it or choose --variant") from None
+        for leftover in self.dir.rglob(".*.part*"):  # of a process that was killed while it wrote
+            leftover.unlink()
         self._check_args()
         self.commit, self.versions = git_commit(), versions()
         self.metrics_path = self.dir / "metrics.jsonl"
@@ -288,8 +290,6 @@ class Run:
         path = self.dir / "args.json"
         new = jsonable(self.args) | self.identity
         if not path.exists():
-            for leftover in self.dir.glob(".*.part*"):
-                leftover.unlink()
             write_json(path, new)
             return
         try:
