@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import evaluation, pictures, runs
-from common.cache import cached
+from common.cache import cached, remove_cached
 from common.dataset import Batch, Dataset, Sampler, TensorSampler, normalise, sequential, unpack_masks
 from common.errors import UserError
 from common.tasks import get_task
@@ -96,8 +96,12 @@ class Args:
     """folder of the background clips that made the dataset, for the evaluation; None: data/DAVIS"""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """where to train; auto takes the GPU if there is one"""
-    compile: bool | None = None
-    """torch.compile the update; None: on a GPU only"""
+    data_on_gpu: Literal["auto", "always", "never"] = "auto"
+    """keep the frames on the GPU; auto: if enough of its memory is left for training"""
+    compile: bool = torch.cuda.is_available()
+    """torch.compile the update"""
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
+    """mode of torch.compile"""
     log_every: int = 100
     """updates between two lines of metrics"""
     checkpoint_every: int = 2000
@@ -266,7 +270,7 @@ def train(
 ) -> dict[str, float]:
     """Trains one stage to its end, from its newest checkpoint if there is one; AdamW, cosine annealing to zero.
 
-    Returns seconds, updates, samples/s of the stage, also when it was finished before.
+    Returns seconds, updates, samples/s and peak memory of the stage, also when it was finished before.
     """
     device = next(model.parameters()).device
     done = run.finished(stage)
@@ -288,8 +292,7 @@ def train(
                 logs["probe"] = probe_loss.detach()
         return loss, logs
 
-    use_compile = device.type == "cuda" if args.compile is None else args.compile
-    compiled_loss = torch.compile(step_loss) if use_compile else step_loss
+    compiled_loss = torch.compile(step_loss, mode=args.compile_mode, dynamic=False) if args.compile else step_loss
 
     def state() -> dict[str, Any]:
         return {
@@ -298,7 +301,7 @@ def train(
             "optimizer": optimizer.state_dict(),
             "seconds": seconds_before + time.monotonic() - start,
             "random": torch.get_rng_state(),
-            "random_cuda": torch.cuda.get_rng_state_all() if device.type == "cuda" else [],
+            "random_cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
         }
 
     step, seconds_before, start = 0, 0.0, time.monotonic()
@@ -309,10 +312,9 @@ def train(
         if probe:
             probe.load_state_dict(saved["probe"])
         optimizer.load_state_dict(saved["optimizer"])
-        lr = optimizer.param_groups[0]["lr"]
         torch.set_rng_state(saved["random"])
         if device.type == "cuda":
-            torch.cuda.set_rng_state_all(saved["random_cuda"])
+            torch.cuda.set_rng_state(saved["random_cuda"], device)
     sampler.seek(step)
 
     progress = runs.Progress(f"{run.script} {stage}", updates, "updates", done=step)
@@ -337,12 +339,15 @@ def train(
 
         save = step % args.checkpoint_every == 0 or step == updates or runs.stop_requested()
         if step % args.log_every == 0 or save:
+            finite = torch.stack([parameter.isfinite().all() for parameter in model.parameters()]).all()
+            first_bad = torch.where((first_bad < 0) & ~finite, step - 1, first_bad)
             *means, bad = torch.stack([*sums.values(), first_bad.float()]).tolist()  # the only wait for the device
             if bad >= 0:
+                good = f"at update {last_saved} in {run.dir / 'checkpoints'}" if last_saved else "the stage's start"
                 raise UserError(
-                    f"{stage}: the loss is not finite at update {int(bad)}, episodes {sampler.episodes(int(bad))}. "
-                    f"The last good checkpoint is at update {last_saved} in {run.dir / 'checkpoints'}; "
-                    "a lower learning rate may help, or make_dataset.py --verify if the data is damaged."
+                    f"{stage}: loss or weights are not finite at update {int(bad)}, episodes "
+                    f"{sampler.episodes(int(bad))}. The last good checkpoint is {good}; a lower learning rate may "
+                    "help, or make_dataset.py --verify if the data is damaged."
                 )
             count, now = step - last_step, time.monotonic()
             values = {f"{stage}/{name}": mean / count for name, mean in zip(sums, means)}
@@ -359,6 +364,7 @@ def train(
     progress.close()
     seconds = seconds_before + time.monotonic() - start
     cost = {"seconds": seconds, "updates": updates, "samples_per_s": updates * sampler.batch_size / seconds}
+    cost["peak_memory_gib"] = runs.peak_memory_gib(device)
     run.finish(
         stage, updates, {"model": model.state_dict(), "probe": probe.state_dict() if probe else None, "cost": cost}
     )
@@ -372,21 +378,35 @@ def updates_for(epochs: float, updates: int | None, sampler: Sampler) -> int:
 
 def main(args: Args) -> None:
     task = get_task(args.env)
+    runs.check_at_least(
+        args, 1, "batch_size", "latent_dim", "idm_scale", "policy_scale", "lam_updates", "policy_updates"
+    )
+    runs.check_at_least(
+        args, 1, "decoder_updates", "decoder_dim", "eval_episodes", "eval_steps", "eval_envs", "log_every"
+    )
+    runs.check_at_least(args, 1, "checkpoint_every")
+    runs.check_at_least(args, 0, "seed")
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "--device cuda, but torch finds no GPU; use --device cpu, or a torch that was built for your GPU"
+        )
     render = "distractor" if args.distractors else "clean"
-    mask_source = getattr(args, "mask_source", "gt")  # a method without masks shows the true ones in its pictures
+    uses_masks = hasattr(args, "mask_source")
+    mask_source = args.mask_source if uses_masks else "gt"  # a method without masks shows the true ones in pictures
     train_set = Dataset(args.data_dir, args.env, "train", render, mask_source)
     test_set = Dataset(args.data_dir, args.env, "test", render, mask_source)
     size, action_dim = train_set.image_size, train_set.action_dim
     distractors = evaluation.held_out_distractors(test_set, task, args.clips_dir)
     labelled = train_set.labelled(args.num_labels, args.seed)
     variant = runs.variant_name(args, defaults([f"--env={args.env}", *(["--quick"] if args.quick else [])]))
-    run = runs.Run(args, Path(__file__).stem, variant, {"train_hash": train_set.hash, "test_hash": test_set.hash})
+    identity = {"train_hash": train_set.hash, "test_hash": test_set.hash, "device_type": device.type}
+    identity["mask_hash"] = train_set.mask_hash + test_set.mask_hash if uses_masks else ""
+    run = runs.Run(args, Path(__file__).stem, variant, identity)
     print(f"{run.script}: {run.dir} on {device}, {train_set.num_transitions:,} transitions for training")
     result_path = run.dir / "result.json"
     if result_path.exists():
-        for name in ("labels.npy", "features.npy"):
-            (run.dir / name).unlink(missing_ok=True)
+        remove_cached(run)
         print(f"finished before; {result_path} has the result")
         return
 
@@ -399,10 +419,12 @@ def main(args: Args) -> None:
         module.apply(orthogonal_init).to(device, memory_format=torch.channels_last)
     costs: dict[str, dict[str, float]] = {}
 
+    on_device = {"auto": "auto", "always": True, "never": False}[args.data_on_gpu]
+
     # --- method: stages ---
     model = LatentActionModel(args, size).apply(orthogonal_init).to(device, memory_format=torch.channels_last)
     untrained = copy.deepcopy(model).eval()  # the control of the probe
-    sampler = Sampler(train_set, args.batch_size, max_offset=1, seed=args.seed, device=device)
+    sampler = Sampler(train_set, args.batch_size, max_offset=1, seed=args.seed, device=device, on_device=on_device)
     updates = updates_for(args.lam_epochs, args.lam_updates, sampler)
     costs["lam"] = train(run, args, "lam", model, lam_loss, sampler, updates, args.lam_lr, probe=probe)
     sampler.close()
@@ -421,39 +443,30 @@ def main(args: Args) -> None:
     # --- end method ---
 
     # Stage 2: label every transition once, then clone the latent actions from the current frames.
-    start = time.monotonic()
-    windows = {"max_offset": 1, "masks": True, "indices": train_set.transitions}
-    labels = cached(
+    windows = {"max_offset": 1, "masks": uses_masks, "indices": train_set.transitions}
+    labels, seconds = cached(
         run, "labels", lambda batch: encode(model, batch, args), train_set, args.batch_size, device, **windows
     )
-    costs["labels"] = {"seconds": time.monotonic() - start}
+    costs["labels"] = {"seconds": seconds}
     labels_here, transitions = labels.to(device), torch.from_numpy(train_set.transitions).to(device)
 
     def policy_loss(policy: nn.Module, batch: Batch, args: Args) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         z = policy(normalise(batch.frames).flatten(1, 2))
         return F.mse_loss(z.float(), labels_here[torch.searchsorted(transitions, batch.index)]), z, {}
 
-    sampler = Sampler(
-        train_set, args.batch_size, max_offset=0, seed=args.seed, device=device, indices=train_set.transitions
-    )
+    sampler = Sampler(train_set, args.batch_size, max_offset=0, seed=args.seed, device=device, on_device=on_device)
     updates = updates_for(args.policy_epochs, args.policy_updates, sampler)
     costs["bc"] = train(run, args, "bc", policy, policy_loss, sampler, updates, args.policy_lr, probe=policy_probe)
     sampler.close()
     policy.eval()
 
     # Stage 3: the policy is frozen, so its outputs on the labelled transitions are computed once.
-    start = time.monotonic()
+    def feature(batch: Batch) -> Tensor:
+        return policy(normalise(batch.frames).flatten(1, 2))
+
     windows = {"max_offset": 0, "indices": labelled}
-    features = cached(
-        run,
-        "features",
-        lambda batch: policy(normalise(batch.frames).flatten(1, 2)),
-        train_set,
-        args.batch_size,
-        device,
-        **windows,
-    )
-    costs["features"] = {"seconds": time.monotonic() - start}
+    features, seconds = cached(run, "features", feature, train_set, args.batch_size, device, **windows)
+    costs["features"] = {"seconds": seconds}
     actions = torch.from_numpy(train_set.action[labelled].clip(-1, 1))
     rows = {"z": features.to(device), "action": actions.to(device)}
 
@@ -462,17 +475,17 @@ def main(args: Args) -> None:
     ) -> tuple[Tensor, None, dict[str, Tensor]]:
         return F.mse_loss(decoder(batch["z"]).float(), batch["action"]), None, {}
 
-    tensor_sampler = TensorSampler(rows, args.batch_size, seed=args.seed)
+    rows_sampler = TensorSampler(rows, args.batch_size, seed=args.seed, episode=train_set.episode_of_frame[labelled])
     costs["decoder"] = train(
         run,
         args,
         "decoder",
         decoder,
         decoder_loss,
-        tensor_sampler,
+        rows_sampler,
         args.decoder_updates,
         args.decoder_lr,
-        clip=args.decoder_clip,
+        args.decoder_clip,
     )
     decoder.eval()
 
@@ -480,11 +493,12 @@ def main(args: Args) -> None:
     start = time.monotonic()
 
     def latents(model: nn.Module, dataset: Dataset) -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in sequential(dataset, args.batch_size, max_offset=1, device=device, masks=True):
+        for batch in sequential(dataset, args.batch_size, max_offset=1, device=device, masks=uses_masks):
             if runs.stop_requested():
                 raise runs.Stopped("the evaluation starts over when the same command is repeated")
             with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                yield encode(model, batch, args).float(), batch.action
+                z = encode(model, batch, args).float()
+            yield z, batch.action
 
     known = zip(labels.split(65536), torch.from_numpy(train_set.action[train_set.transitions].clip(-1, 1)).split(65536))
     probed = evaluation.nmse(known, latents(model, test_set), train_set.action_variance)
@@ -530,7 +544,7 @@ def main(args: Args) -> None:
             name: sum(parameter.numel() for parameter in module.parameters())
             for name, module in {"lam": model, "policy": policy, "decoder": decoder}.items()
         },
-        peak_memory_gib=runs.peak_memory_gib(device),
+        peak_memory_gib=max(cost.get("peak_memory_gib", 0) for cost in costs.values()),
         nmse_per_dimension=probed["per_dimension"],
         rollout=rolled,
         labelled_transitions=len(labelled),
@@ -538,8 +552,7 @@ def main(args: Args) -> None:
         dataset={split.split: split.summary() for split in (train_set, test_set)},
         pictures=[str(path) for path in (world_model, curves)],
     )
-    for name in ("labels.npy", "features.npy"):
-        (run.dir / name).unlink()
+    remove_cached(run)
     run.close()
 
 

@@ -3,8 +3,8 @@
     python make_dataset.py --env cheetah-run --backgrounds synthetic --quick
 
 Writes data/<env>/train and data/<env>/test with one process per core. The same command again goes on where the last one
-stopped. What a shard holds depends on the arguments and its number alone, never on how many processes or machines made
-it. Paper scale (the default without --quick) takes about 230 GB for a task of the Control Suite.
+stopped. What a shard holds depends on the arguments and its number alone, never on how many processes made
+it. Paper scale (the default without --quick) takes about 260 GB for a task of the Control Suite.
 """
 
 import math
@@ -592,7 +592,7 @@ def check_disk(folder: Path, needed: int) -> None:
         )
 
 
-def report(args: Args, split: str, made: int, seconds: float) -> None:
+def report(args: Args, split: str) -> None:
     """Print what a split holds, beside the paper's numbers."""
     from common.dataset import Dataset
 
@@ -676,7 +676,7 @@ def main(args: Args) -> None:
         check_disk(args.data_dir, sum(part.missing_bytes() for part in splits.values()))
         made, seconds = make_shards(args, splits, args.env)
     for split in names:
-        report(args, split, made, seconds)
+        report(args, split)
         if args.preview:
             print(f"  preview {preview(args.data_dir, args.env, split)}")
     if made:

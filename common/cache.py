@@ -24,18 +24,21 @@ def cached(
     batch_size: int,
     device: torch.device,
     **windows: Any,
-) -> Tensor:
+) -> tuple[Tensor, float]:
     """`function` of every batch of `sequential(dataset, ...)`, computed once: float32 (N, d), mapped from a file.
 
-    A killed computation goes on where it was saved last.
+    Also returns the seconds that it took. A killed computation goes on where it was saved last.
     """
     path, part, progress_path = (run.dir / f"{name}{suffix}" for suffix in (".npy", ".npy.part", ".progress.json"))
+    start, earlier = time.monotonic(), 0.0
+    saved = json.loads(progress_path.read_text()) if progress_path.exists() else {"batches": 0, "seconds": 0.0}
     if path.exists():
-        return torch.from_numpy(np.load(path, mmap_mode="c"))
+        run.passed.add(name)
+        return torch.from_numpy(np.load(path, mmap_mode="c")), saved["seconds"]
     rows = len(windows["indices"])
     first = 0
-    if part.exists() and progress_path.exists():
-        first = json.loads(progress_path.read_text())["batches"]
+    if part.exists():
+        first, earlier = saved["batches"], saved["seconds"]
     values: np.ndarray | None = np.load(part, mmap_mode="r+") if first else None
     batches = -(-rows // batch_size)
     progress = runs.Progress(f"{run.script} {name}", rows, "transitions", done=first * batch_size)
@@ -51,12 +54,20 @@ def cached(
         progress.update(len(out))
         if runs.stop_requested() or time.monotonic() - last_saved > 60:
             values.flush()
-            runs.write_json(progress_path, {"batches": number + 1})
+            runs.write_json(progress_path, {"batches": number + 1, "seconds": earlier + time.monotonic() - start})
             last_saved = time.monotonic()
             if runs.stop_requested() and number + 1 < batches:
                 raise runs.Stopped(f"{name} at batch {number + 1} of {batches}; the same command goes on")
     progress.close()
     values.flush()
+    seconds = earlier + time.monotonic() - start
+    runs.write_json(progress_path, {"batches": batches, "seconds": seconds})
     runs.publish(part, path)
-    progress_path.unlink(missing_ok=True)
-    return torch.from_numpy(np.load(path, mmap_mode="c"))
+    run.passed.add(name)
+    return torch.from_numpy(np.load(path, mmap_mode="c")), seconds
+
+
+def remove_cached(run: runs.Run) -> None:
+    """Removes what `cached` left, once the run's result is written."""
+    for path in [*run.dir.glob("*.npy"), *run.dir.glob("*.progress.json")]:
+        path.unlink()

@@ -32,6 +32,7 @@ from common.shards import (
     verify_shard,
 )
 
+TRAINING_BYTES = 24 * 2**30  # what training takes at most beside the data: the peak that the paper reports
 NOISE_DIM = 8  # random numbers per sample of a batch
 MAP_CHUNK = 1024  # frames per copy when a whole set is uploaded
 
@@ -75,6 +76,7 @@ class Dataset:
         self.action = np.concatenate([shard.array("action") for shard in self.shards])  # float32 (T, A), unclipped
         self._check_actions()
         self._frames = [shard.array(f"{render}/observation") for shard in self.shards]
+        self.mask_hash = "gt"  # of the mask files, if they are not the shards' own
         self._masks = None if mask_source is None else self._open_masks(mask_source)
         self._resident: dict[tuple[str, torch.device], torch.Tensor] = {}
 
@@ -167,7 +169,7 @@ class Dataset:
                 f"{absent[0]}: masks '{source}' are missing for {len(absent)} of {len(files)} shards; finish them "
                 f"with: {command}"
             )
-        masks = []
+        masks, digest = [], hashlib.sha256()
         for shard, path in zip(self.shards, files):
             try:
                 with h5py.File(path, "r", locking=False) as file:
@@ -179,6 +181,7 @@ class Dataset:
                         raise DamagedShard(f"{path}: holds no {name}")
                     shape = (shard.frames, self.image_size**2 // 8)
                     offset = locate(file, path, name, np.uint8, shape)
+                    digest.update(str(file.attrs.get("content_hash", "")).encode())
             except DamagedShard as error:
                 raise UserError(f"{error}; repair with: rm {shlex.quote(str(path))} && {command}") from error
             except (OSError, RuntimeError) as error:
@@ -187,6 +190,7 @@ class Dataset:
                 ) from error
             with open(path, "rb") as handle:
                 masks.append(map_array(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ), np.uint8, shape, offset))
+        self.mask_hash = digest.hexdigest()
         return masks
 
     def verify(self, progress: Callable[[int], None] = lambda frames: None) -> None:
@@ -274,6 +278,7 @@ class Dataset:
             "action_variance": self.action_variance,
             "render": self.render,
             "mask_source": self.mask_source,
+            "mask_hash": self.mask_hash,
             "plan": self.plan,
         }
 
@@ -353,13 +358,14 @@ class Dataset:
         self._resident.clear()
 
     def _fits(self, device: torch.device, masks: bool) -> bool:
-        """True if the set is on the GPU already or takes at most 60% of its free memory."""
+        """True if the set is on the GPU already or leaves enough of its free memory for training."""
         if device.type != "cuda":
             return False
         needed = 0 if ("frames", device) in self._resident else self.num_frames * self.image_size**2 * 3
         if masks and ("masks", device) not in self._resident:
             needed += self.num_frames * self.image_size**2 // 8
-        return needed <= 0.6 * torch.cuda.mem_get_info(device)[0]
+        free = torch.cuda.mem_get_info(device)[0]
+        return needed <= max(free / 4, free - TRAINING_BYTES)
 
 
 # -------------------------------------------------------------------------------------------------------------- batches
@@ -495,7 +501,7 @@ class Sampler:
     The order of an epoch and the offsets k of a batch come from (seed, epoch, batch) alone, so `start=position`
     continues exactly. A batch is sorted by frame. k is uniform in {1..min(max_offset, frames left)}.
 
-    on_device: keep the whole set on the device ("auto": on a GPU, if it fits in 60% of the free memory); otherwise a
+    on_device: keep the whole set on the device ("auto": on a GPU, if enough memory is left for training); otherwise a
     thread gathers one batch ahead from memory-mapped shards. Raises UserError if the set is smaller than a batch.
     """
 
@@ -581,28 +587,35 @@ class TensorSampler:
     """Endless shuffled batches of rows of tensors on the device, every row once per epoch but for the remainder.
 
     tensors: name -> (N, ...). `next()` gives the same names, (B, ...) each, B = min(batch_size, N). The order comes
-    from (seed, epoch) alone, so `seek` continues exactly.
+    from (seed, epoch) alone, so `seek` continues exactly. episode: int (N,), the episode of each row, for messages.
     """
 
-    def __init__(self, tensors: dict[str, torch.Tensor], batch_size: int, *, seed: int):
-        self.tensors, self.seed, self.position = tensors, seed, 0
+    def __init__(self, tensors: dict[str, torch.Tensor], batch_size: int, *, seed: int, episode: np.ndarray):
+        self.tensors, self.seed, self.episode, self.position = tensors, seed, episode, 0
         self.rows = len(next(iter(tensors.values())))
         self.batch_size = min(batch_size, self.rows)
         self.batches_per_epoch = self.rows // self.batch_size
         self._order: tuple[int, torch.Tensor] = (-1, torch.empty(0))
 
-    def next(self) -> dict[str, torch.Tensor]:
-        epoch, batch = divmod(self.position, self.batches_per_epoch)
+    def _rows(self, position: int) -> torch.Tensor:
+        epoch, batch = divmod(position, self.batches_per_epoch)
         if self._order[0] != epoch:
             order = np.random.default_rng(np.random.SeedSequence([self.seed, epoch])).permutation(self.rows)
             self._order = (epoch, torch.from_numpy(order).to(next(iter(self.tensors.values())).device))
-        rows = self._order[1][batch * self.batch_size : (batch + 1) * self.batch_size]
+        return self._order[1][batch * self.batch_size : (batch + 1) * self.batch_size]
+
+    def next(self) -> dict[str, torch.Tensor]:
+        rows = self._rows(self.position)
         self.position += 1
         return {name: tensor[rows] for name, tensor in self.tensors.items()}
 
     def seek(self, position: int) -> None:
         """Go on at a position, as if that many batches had been consumed."""
         self.position = position
+
+    def episodes(self, position: int) -> list[int]:
+        """The episodes that the batch at a position is drawn from."""
+        return np.unique(self.episode[self._rows(position).cpu().numpy()]).tolist()
 
     def close(self) -> None:
         """Nothing runs beside it."""

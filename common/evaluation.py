@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -84,16 +85,26 @@ def nmse(train: Pairs, test: Pairs, variance: float) -> dict[str, Any]:
 
 
 class _Episodes(gymnasium.Wrapper):
-    """Runs the episodes first, first + step, ... of the evaluation, one after the other, and idles after the last."""
+    """Runs the episodes first, first + stride, ... of the evaluation, one after the other, and idles after the last."""
 
-    def __init__(self, make: Callable[[], gymnasium.Env], first: int, step: int, episodes: int) -> None:
+    def __init__(self, make: Callable[[], gymnasium.Env], first: int, stride: int, episodes: int) -> None:
         super().__init__(make())
-        self.number, self.stride, self.episodes = first - step, step, episodes
+        self.number, self.stride, self.episodes = first - stride, stride, episodes
+        self.last: Any = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         self.number += self.stride
-        seed_sequence = np.random.SeedSequence([EVALUATION_SEED, min(self.number, self.episodes - 1)])
-        return self.env.reset(seed=int(seed_sequence.generate_state(1)[0]))
+        if self.number >= self.episodes:
+            return self.last, {}
+        seed = np.random.SeedSequence([EVALUATION_SEED, self.number]).generate_state(1)[0]
+        self.last, info = self.env.reset(seed=int(seed))
+        return self.last, info
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if self.number >= self.episodes:
+            return self.last, 0.0, False, False, {}
+        self.last, *rest = self.env.step(action)
+        return self.last, *rest
 
 
 def held_out_distractors(test_set: Dataset, task: Task, clips_dir: Path | None) -> DistractorConfig:
@@ -120,7 +131,15 @@ def held_out_distractors(test_set: Dataset, task: Task, clips_dir: Path | None) 
         camera_scale=settings["camera_scale"],
         color_scale=settings["color_scale"],
     )
-    if clips_digest(config, task, "test") != settings["clips"]:
+    if clips_dir is not None and not clips_dir.is_dir():
+        raise UserError(f"--clips-dir {clips_dir} is no folder")
+    try:
+        digest = clips_digest(config, task, "test")
+    except UserError as error:
+        raise UserError(
+            f"the evaluation needs the clips that made {test_set.folder}; name their folder with --clips-dir ({error})"
+        ) from error
+    if digest != settings["clips"]:
         raise UserError(
             f"the clips in {folder} are not those that made {test_set.folder} ({', '.join(settings['clips'])}); "
             "name the folder that make_dataset.py used: --clips-dir DIR"
@@ -163,9 +182,14 @@ def rollout(
     if num_envs == 1:
         envs: Any = gymnasium.vector.SyncVectorEnv(makers, autoreset_mode=gymnasium.vector.AutoresetMode.NEXT_STEP)
     else:
-        envs = gymnasium.vector.AsyncVectorEnv(
-            makers, context="spawn", autoreset_mode=gymnasium.vector.AutoresetMode.NEXT_STEP
-        )
+        # The workers inherit that SIGINT is ignored: a Ctrl-C in a terminal reaches them too, but this process decides.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            envs = gymnasium.vector.AsyncVectorEnv(
+                makers, context="spawn", autoreset_mode=gymnasium.vector.AutoresetMode.NEXT_STEP
+            )
+        finally:
+            signal.signal(signal.SIGINT, before)
     returns, lengths, successes = np.full(episodes, np.nan), np.zeros(episodes, int), np.zeros(episodes, bool)
     number = np.arange(num_envs)  # the episode that each environment is in
     length, total, success = np.zeros(num_envs, int), np.zeros(num_envs), np.zeros(num_envs, bool)

@@ -74,11 +74,12 @@ def curves(path: Path, metrics: list[dict[str, Any]]) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    series: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    series: Any = defaultdict(list)  # name -> (update, value) pairs
     for line in metrics:
         for name, value in line.items():
             if name.startswith(f"{line['stage']}/"):
                 series[name].append((line["step"], value))
+    series = {name: points for name, points in series.items() if len(points) > 1}
     columns = min(4, max(1, len(series)))
     lines = -(-max(1, len(series)) // columns)
     figure, axes = plt.subplots(

@@ -226,11 +226,20 @@ class Progress:
 # ---------------------------------------------------------------------------------------------------------------------
 # Run directory
 
-# Fields that may differ between two commands that continue one run: they change neither the data nor the numbers.
+# Fields that may differ between two commands that continue one run: they change neither data nor method. (Compiled code
+# rounds differently; the kind of device is part of a run's identity.)
 RUNTIME_FIELDS = frozenset(
-    "data_dir runs_dir clips_dir variant device compile eval_envs log_every checkpoint_every "
+    "data_dir runs_dir clips_dir variant device data_on_gpu compile compile_mode eval_envs log_every checkpoint_every "
     "track wandb_project".split()
 )
+
+
+def check_at_least(args: Any, least: int, *names: str) -> None:
+    """Raises UserError for a field that is given and below `least`."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')} is {value}, must be at least {least}")
 
 
 def variant_name(args: Any, default: Any) -> str:
@@ -280,6 +289,7 @@ class Run:
             leftover.unlink()
         self._check_args()
         self.commit, self.versions = git_commit(), versions()
+        self.passed: set[str] = set()  # stages and caches that this process found or made
         self.metrics_path = self.dir / "metrics.jsonl"
         self._metrics = open(self.metrics_path, "a")
         self.wandb = None
@@ -365,7 +375,18 @@ class Run:
         return path
 
     def restore(self, stage: str) -> dict[str, Any] | None:
-        """The newest readable checkpoint of an unfinished stage, or None. A broken one is reported and set aside."""
+        """The newest readable checkpoint of an unfinished stage, or None. A broken one is reported and set aside.
+
+        Raises:
+            UserError: there are results of later stages, which were made from another outcome of this one.
+        """
+        files = [*self.dir.glob("*.pt"), *self.dir.glob("*.npy")]
+        later = sorted(path.name for path in files if path.stem not in self.passed)
+        if later:
+            raise UserError(
+                f"{self.dir / stage}.pt is gone, but {', '.join(later)} were made from it; remove them too, or train "
+                "again under another --variant"
+            )
         for path in sorted((self.dir / "checkpoints").glob(f"{stage}-*.pt"), reverse=True):
             try:
                 state = self._read(path)
@@ -381,6 +402,7 @@ class Run:
     def finish(self, stage: str, step: int, state: dict[str, Any]) -> None:
         """Writes ``<stage>.pt``, which marks the stage as finished, and removes its checkpoints."""
         self._write(self.dir / f"{stage}.pt", stage, step, state)
+        self.passed.add(stage)
         for old in (self.dir / "checkpoints").glob(f"{stage}-*"):
             old.unlink()
 
@@ -394,9 +416,14 @@ class Run:
         if not path.exists():
             return None
         try:
-            return self._read(path)
+            state = self._read(path)
+            self.passed.add(stage)
+            return state
         except UserError as error:
-            raise UserError(f"{error}; remove it and repeat the command to train this stage again") from None
+            raise UserError(
+                f"{error}; remove it and the later ones of lam.pt, labels.npy, bc.pt, features.npy, decoder.pt, then "
+                "repeat the command to train from there"
+            ) from None
 
     def write_result(self, metrics: dict[str, float | None], **about: Any) -> None:
         """Writes ``result.json``, which marks the run as finished, and prints the metrics."""
@@ -432,6 +459,8 @@ class Run:
             try:
                 torch.save(state | about, temporary)
             except RuntimeError as error:  # torch wraps a failed write of its archive in a RuntimeError
+                if "PytorchStreamWriter" not in str(error) and "unexpected pos" not in str(error):
+                    raise
                 raise OSError(errno.ENOSPC, "cannot write the checkpoint", str(path)) from error
 
     def _read(self, path: Path) -> dict[str, Any]:

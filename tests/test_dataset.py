@@ -318,14 +318,14 @@ def test_batches_that_are_kept_stay_as_they_were(data):
 
 def test_tensor_sampler():
     tensors = {"x": torch.arange(10), "y": torch.arange(10) * 2.0}
-    sampler = TensorSampler(tensors, 3, seed=0)
+    sampler = TensorSampler(tensors, 3, seed=0, episode=np.arange(10) // 5)
     whole = [sampler.next() for _ in range(7)]
     assert len(torch.cat([batch["x"] for batch in whole[:3]]).unique()) == 9
     sampler.seek(2)
     for batch in whole[2:]:
         again = sampler.next()
         assert torch.equal(again["x"], batch["x"]) and torch.equal(again["y"], 2.0 * batch["x"])
-    assert len(TensorSampler(tensors, 64, seed=0).next()["x"]) == 10
+    assert len(TensorSampler(tensors, 64, seed=0, episode=np.zeros(10)).next()["x"]) == 10
 
 
 def test_indices_restrict_the_sampler(data):

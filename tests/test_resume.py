@@ -19,7 +19,7 @@ TINY = (
     "--idm-scale 1 --fdm-scale 1 --policy-scale 1 --latent-dim 16 --batch-size 16 --num-labels 40 --log-every 1".split()
 )
 TINY += "--checkpoint-every 3 --lam-updates 10 --policy-updates 10 --decoder-updates 40 --device cpu".split()
-TINY += "--eval-episodes 3 --eval-envs 2 --eval-steps 20".split()
+TINY += "--eval-episodes 3 --eval-envs 1 --eval-steps 20".split()
 STAGES = ("lam", "bc", "decoder")
 
 
@@ -76,17 +76,26 @@ def losses(directory: Path) -> list[tuple]:
     return [(line["stage"], line["step"], line.get(f"{line['stage']}/loss")) for line in lines]
 
 
-@pytest.fixture(scope="module", params=["lapo", "masklam"])
-def undisturbed(request: pytest.FixtureRequest, data_dir: Path, tmp_path_factory: pytest.TempPathFactory):
-    """A whole run of each script: its name and run directory."""
-    runs = tmp_path_factory.mktemp(request.param)
-    done = finish(request.param, data_dir, runs)
+def whole_run(script: str, data_dir: Path, runs: Path) -> tuple[str, Path]:
+    done = finish(script, data_dir, runs)
     assert done.returncode == 0, done.stderr
-    return request.param, run_dir(request.param, runs)
+    return script, run_dir(script, runs)
 
 
-def test_end_to_end(undisturbed) -> None:
-    script, directory = undisturbed
+@pytest.fixture(scope="module")
+def undisturbed(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A whole run of MaskLAM: the script's name and the run directory."""
+    return whole_run("masklam", data_dir, tmp_path_factory.mktemp("masklam"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed_lapo(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    return whole_run("lapo", data_dir, tmp_path_factory.mktemp("lapo"))
+
+
+@pytest.mark.parametrize("fixture", ["undisturbed", "undisturbed_lapo"])
+def test_end_to_end(fixture: str, request: pytest.FixtureRequest) -> None:
+    script, directory = request.getfixturevalue(fixture)
     files = {path.name for path in directory.iterdir()}
     assert files >= {
         "args.json",
@@ -115,7 +124,7 @@ def test_end_to_end(undisturbed) -> None:
         assert last < first, stage
 
 
-@pytest.mark.parametrize(("stage", "step"), [("lam", 2), ("lam", 5), ("lam", 10), ("bc", 7), ("decoder", 20)])
+@pytest.mark.parametrize(("stage", "step"), [("lam", 2), ("lam", 10), ("bc", 7), ("decoder", 20)])
 def test_killed_and_repeated_is_bit_identical(
     undisturbed, data_dir: Path, tmp_path: Path, stage: str, step: int
 ) -> None:
@@ -175,16 +184,18 @@ def half_done(data_dir: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_broken_newest_checkpoint_is_reported_and_the_one_before_used(half_done: Path, data_dir: Path) -> None:
+def test_a_broken_newest_checkpoint_is_reported_and_the_one_before_used(
+    half_done: Path, data_dir: Path, undisturbed_lapo: tuple[str, Path]
+) -> None:
     directory = run_dir("lapo", half_done)
-    older, newest = sorted((directory / "checkpoints").glob("*.pt"))
+    _, newest = sorted((directory / "checkpoints").glob("*.pt"))
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1  # one flipped bit
     newest.write_bytes(content)
     done = finish("lapo", data_dir, half_done)
     assert done.returncode == 0 and newest.name in done.stderr and "using the checkpoint before it" in done.stderr
-    assert older.name  # the older one was good, so the run ended as it should
-    assert [step for stage, step, _ in losses(directory) if stage == "lam"] == list(range(1, 11))
+    expected, found = weights(undisturbed_lapo[1]), weights(directory)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
 def test_other_arguments_are_refused_by_name(half_done: Path, data_dir: Path) -> None:
@@ -215,11 +226,15 @@ def test_a_second_process_is_refused(half_done: Path, data_dir: Path) -> None:
     assert done.returncode == 1 and "another process" in done.stderr
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(data_dir: Path, tmp_path: Path) -> None:
-    done = finish("lapo", data_dir, tmp_path, "--lam-lr", "1e30", "--checkpoint-every", "1")
+@pytest.mark.parametrize("stage", ["lam", "decoder"])
+def test_a_loss_that_is_not_finite_stops_the_run(data_dir: Path, tmp_path: Path, stage: str) -> None:
+    done = finish("lapo", data_dir, tmp_path, f"--{stage}-lr", "1e30", "--checkpoint-every", "1")
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert re.search(r"not finite at update \d+, episodes \[.*\]", done.stderr)
+    assert re.search(rf"{stage}: loss or weights are not finite at update \d+, episodes \[\d.*\]", done.stderr)
     assert "last good checkpoint" in done.stderr
+    for path in run_dir("lapo", tmp_path).glob("checkpoints/*.pt"):  # what was kept is good
+        assert all(value.isfinite().all() for value in torch.load(path, weights_only=True)["model"].values())
+    assert not (run_dir("lapo", tmp_path) / f"{stage}.pt").exists()
 
 
 @pytest.mark.parametrize(
@@ -230,6 +245,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(data_dir: Path, tmp_path: Path)
         (["--num-labels", "1000000"], "--num-labels"),
         (["--occlusion", "2"], "--occlusion"),
         (["--batch-size", "4096"], "batch"),
+        (["--batch-size", "0"], "--batch-size is 0, must be at least 1"),
+        (["--eval-episodes", "0"], "--eval-episodes is 0"),
+        (["--clips-dir", "/nowhere/at/all"], "--clips-dir"),
         (["--env", "walker-run"], "make_dataset.py --env walker-run"),
     ],
 )
@@ -255,7 +273,8 @@ def test_full_disk(data_dir: Path, tmp_path: Path) -> None:
     assert finish("lapo", data_dir, tmp_path).returncode == 0  # with room, the same command ends well
 
 
-def test_a_damaged_finished_stage_is_named(undisturbed, data_dir: Path, tmp_path: Path) -> None:
+def test_a_damaged_or_lost_stage_is_named(undisturbed, data_dir: Path, tmp_path: Path) -> None:
+    """What was made from a stage is not used with another outcome of it; removing all of it trains from there."""
     script, reference = undisturbed
     directory = run_dir(script, tmp_path)
     shutil.copytree(reference, directory)
@@ -263,4 +282,33 @@ def test_a_damaged_finished_stage_is_named(undisturbed, data_dir: Path, tmp_path
     path = directory / "bc.pt"
     path.write_bytes(path.read_bytes()[:-100])
     done = finish(script, data_dir, tmp_path)
-    assert done.returncode == 1 and str(path) in done.stderr and "remove it" in done.stderr
+    assert done.returncode == 1 and str(path) in done.stderr and "remove it and the later ones" in done.stderr
+    path.unlink()
+    done = finish(script, data_dir, tmp_path)
+    assert done.returncode == 1 and "decoder.pt" in done.stderr and "made from it" in done.stderr
+    (directory / "decoder.pt").unlink()
+    assert finish(script, data_dir, tmp_path).returncode == 0
+    expected, found = weights(reference), weights(directory)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_signal_during_the_evaluation(undisturbed, data_dir: Path, tmp_path: Path) -> None:
+    """Ctrl-C reaches every process of the terminal; the run says that it can go on, without a traceback."""
+    script, reference = undisturbed
+    directory = run_dir(script, tmp_path)
+    shutil.copytree(reference, directory)
+    (directory / "result.json").unlink()
+    more = ("--eval-envs", "2", "--eval-episodes", "3")
+    process = subprocess.Popen(
+        command(script, data_dir, tmp_path, *more), cwd=ROOT, env=environment() | {"PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    for line in process.stdout:
+        if "labels" in line:
+            break
+    time.sleep(1)
+    os.killpg(process.pid, signal.SIGINT)
+    message = process.communicate(timeout=120)[1]
+    assert process.returncode in (0, 128 + signal.SIGINT), message
+    assert "Traceback" not in message
+    assert finish(script, data_dir, tmp_path).returncode == 0

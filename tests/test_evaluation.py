@@ -1,0 +1,92 @@
+"""Rollouts against a plain loop, refused clips, and the denominators of normalised returns."""
+
+from pathlib import Path
+
+import numpy as np
+import planted
+import pytest
+import torch
+
+from common import evaluation
+from common.dataset import Dataset
+from common.distractors import DistractorConfig
+from common.envs import make_env
+from common.errors import UserError
+from common.tasks import get_task
+
+TASK = get_task("cheetah-run")
+DISTRACTORS = DistractorConfig(backgrounds="synthetic", num_videos=1)
+STEPS, EPISODES = 6, 5
+
+
+def act(frames: torch.Tensor) -> torch.Tensor:
+    """A policy that depends on every frame of the stack: uint8 (N, 3, H, W, 3) to (N, 6)."""
+    mean = frames.double().mean((2, 3, 4)) - frames[:, :, 20:40].double().mean((2, 3, 4))  # (N, 3)
+    return torch.cat([torch.sin(mean), torch.cos(3 * mean)], dim=1)
+
+
+def plain_loop() -> list[float]:
+    """The same episodes, one after the other in one environment, with the stack written out."""
+    env = make_env(
+        "cheetah-run", split="test", renders=("distractor",), masks=False, quality="fast",
+        distractors=DISTRACTORS, max_steps=STEPS,
+    )  # fmt: skip
+    returns = []
+    for episode in range(EPISODES):
+        seed = np.random.SeedSequence([evaluation.EVALUATION_SEED, episode]).generate_state(1)[0]
+        frame = env.reset(seed=int(seed))[0]["distractor/observation"]
+        frames, total = [frame, frame, frame], 0.0
+        for _ in range(STEPS):
+            action = act(torch.from_numpy(np.stack(frames[-3:])[None]))[0].float().numpy()
+            observation, reward, *_ = env.step(action)
+            frames.append(observation["distractor/observation"])
+            total += reward
+        returns.append(total)
+    env.close()
+    return returns
+
+
+@pytest.mark.parametrize("num_envs", [1, 2, 3])
+def test_rollout_equals_a_plain_loop(num_envs: int) -> None:
+    """For numbers of environments that divide the episodes and that do not."""
+    rolled = evaluation.rollout(
+        act, TASK, "distractor", DISTRACTORS, "fast",
+        episodes=EPISODES, num_envs=num_envs, device=torch.device("cpu"), max_steps=STEPS,
+    )  # fmt: skip
+    expected = plain_loop()
+    assert rolled["returns"] == pytest.approx(expected, rel=1e-9) and len(set(expected)) == EPISODES
+    assert rolled["lengths"] == [STEPS] * EPISODES
+    assert rolled["return_mean"] == pytest.approx(np.mean(expected))
+    assert rolled["return_std"] == pytest.approx(np.std(expected))
+
+
+@pytest.fixture(scope="module")
+def test_set(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    data = planted.write(tmp_path_factory.mktemp("planted"), train=1, test=2, length=20, size=64)
+    return Dataset(data, "cheetah-run", "test")
+
+
+def test_held_out_distractors_are_those_of_the_test_split(test_set: Dataset) -> None:
+    config = evaluation.held_out_distractors(test_set, TASK, None)
+    assert (config.backgrounds, config.num_videos, config.camera_scale) == ("synthetic", 1, 0.1)
+
+
+def test_other_clips_are_refused(test_set: Dataset, tmp_path: Path) -> None:
+    test_set.plan["distractors"]["clips"] = dict.fromkeys(test_set.plan["distractors"]["clips"], "0" * 64)
+    with pytest.raises(UserError, match="--clips-dir"):
+        evaluation.held_out_distractors(test_set, TASK, None)
+    with pytest.raises(UserError, match="no folder"):
+        evaluation.held_out_distractors(test_set, TASK, tmp_path / "typo")
+    assert not (tmp_path / "typo").exists()
+    test_set.plan["distractors"]["backgrounds"] = "folder"
+    with pytest.raises(UserError, match="folder of clips"):
+        evaluation.held_out_distractors(test_set, TASK, None)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "paper", "dataset"), [([1000, 1000], 0.5, None), ([20, 20], None, 418.835 / 20), ([30, 30], None, None)]
+)
+def test_returns_are_compared_over_as_many_steps(test_set: Dataset, lengths, paper, dataset) -> None:
+    """The planted expert earns 20 in its 20 steps; the paper's 837.67 in 1000."""
+    score = evaluation.normalised_score({"return_mean": 418.835, "lengths": lengths}, TASK, test_set)
+    assert score == {"normalised_paper": pytest.approx(paper), "normalised_dataset": pytest.approx(dataset)}
