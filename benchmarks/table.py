@@ -4,6 +4,7 @@ python -m benchmarks.table runs/lapo/cheetah-run/quick/seed1 runs/masklam/cheeta
 """
 
 import json
+import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ class Args:
     """run directories with a result.json"""
     out: Path | None = None
     """also write the table to this file, as Markdown"""
+    json: Path | None = None
+    """also write metrics, arguments, data, commit and machine of every run to this file"""
 
 
 def read_result(run_dir: Path) -> dict[str, Any]:
@@ -49,11 +52,25 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join([text[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *text[1:]])
 
 
+def over_seeds(results: list[dict[str, Any]]) -> str:
+    """NMSE, mean and deviation over the seeds of each method, environment and variant; empty for single seeds."""
+    groups: dict[tuple[str, str, str], list[float]] = {}
+    for result in results:
+        groups.setdefault((result["script"], result["env"], result["variant"]), []).append(
+            result["metrics"]["eval/nmse"]
+        )
+    return "\n".join(
+        f"{' '.join(name)}: NMSE {statistics.mean(nmse):.3f} +- {statistics.stdev(nmse):.3f} over {len(nmse)} seeds"
+        for name, nmse in groups.items()
+        if len(nmse) > 1
+    )
+
+
 def main(args: Args) -> None:
     if not args.run_dirs:
         raise UserError("name at least one run directory, such as runs/masklam/cheetah-run/quick/seed1")
     results = [read_result(run_dir) for run_dir in args.run_dirs]
-    text = table(results)
+    text = "\n\n".join(part for part in (table(results), over_seeds(results)) if part)
     print(text)
     for result in results:
         for picture in result["pictures"]:
@@ -61,6 +78,9 @@ def main(args: Args) -> None:
     if args.out:
         with runs.atomic_path(args.out) as temporary:
             temporary.write_text(text + "\n")
+    if args.json:
+        left_out = ("rollout", "pictures", "labelled_episodes")
+        runs.write_json(args.json, [{key: result[key] for key in result if key not in left_out} for result in results])
 
 
 if __name__ == "__main__":

@@ -464,9 +464,7 @@ def measure_stage(
         def loss_fn(decoder: nn.Module, batch: dict[str, Tensor], args: Any) -> tuple[Tensor, None, dict[str, Tensor]]:
             return F.mse_loss(decoder(batch["z"]).float(), batch["action"]), None, {}
 
-        sampler = TensorSampler(
-            tensors, args.batch_size, seed=args.seed, episode=np.zeros(len(next(iter(tensors.values()))))
-        )
+        sampler = TensorSampler(tensors, args.batch_size, seed=args.seed, episode=np.zeros(count))
 
     timed: TimedSampler | None = None
     try:

@@ -10,7 +10,7 @@ import numpy as np
 
 from common.runs import atomic_path
 
-OUTLINE = (255, 40, 40)
+OUTLINE = (255, 0, 255)
 
 
 def outline(images: np.ndarray, masks: np.ndarray, zoom: int) -> np.ndarray:
@@ -62,7 +62,7 @@ def rows(path: Path, named: dict[str, np.ndarray], masks: np.ndarray | None = No
     if title:
         figure.suptitle(title)
     with atomic_path(path) as temporary:
-        figure.savefig(temporary, dpi=120)
+        figure.savefig(temporary, dpi=120, bbox_inches="tight")
     plt.close(figure)
     return path
 
