@@ -296,7 +296,7 @@ GOLDEN = Path(__file__).with_name("golden_losses.json")
 def test_golden_losses(script: str, planted_dir: Path, tmp_path: Path) -> None:
     """Ten updates from a fixed seed; a pure refactoring must reproduce them. Remake: python tests/test_methods.py."""
     torch.testing.assert_close(
-        golden(script, planted_dir, tmp_path), json.loads(GOLDEN.read_text())[script], rtol=1e-3, atol=0
+        golden(script, planted_dir, tmp_path), json.loads(GOLDEN.read_text())[script], rtol=1e-4, atol=0
     )
 
 
@@ -308,13 +308,18 @@ def golden(script: str, data_dir: Path, runs_dir: Path) -> list[float]:
 
 
 def test_compile_equals_eager(planted_dir: Path, tmp_path: Path) -> None:
-    weights = []
+    """The whole update, on a model that keeps one residual block per network: compiling all of them takes minutes."""
+    losses = []
     for compiled in (False, True):
         module, args, model = build("masklam", compile=compiled, log_every=1, runs_dir=tmp_path / str(compiled))
+        for network in (model.idm, model.fdm):
+            blocks = [name for name, part in network.named_modules() if isinstance(part, module.ResidualBlock)]
+            for name in blocks[1:]:
+                network.set_submodule(name, torch.nn.Identity())
         short_training(module, args, model, planted_dir, 3)
         lines = (args.runs_dir / "masklam/cheetah-run/test/seed1/metrics.jsonl").read_text().splitlines()
-        weights.append([json.loads(line)["lam/loss"] for line in lines])
-    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-6)
+        losses.append([json.loads(line)["lam/loss"] for line in lines])
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-6)
 
 
 def test_masklam_recovers_planted_actions_where_lapo_cannot(tmp_path: Path) -> None:
