@@ -79,8 +79,12 @@ def main(args: Args) -> None:
         with runs.atomic_path(args.out) as temporary:
             temporary.write_text(text + "\n")
     if args.json:
-        left_out = ("rollout", "pictures", "labelled_episodes")
-        runs.write_json(args.json, [{key: result[key] for key in result if key not in left_out} for result in results])
+        for result in results:
+            for key in ("rollout", "pictures", "labelled_episodes"):
+                result.pop(key)
+            for key in ("data_dir", "runs_dir", "clips_dir"):  # where things lie on one machine says nothing
+                result["args"].pop(key, None)
+        runs.write_json(args.json, results)
 
 
 if __name__ == "__main__":
