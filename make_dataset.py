@@ -86,7 +86,8 @@ class Args:
     seed: int = 0
     """Base seed; every episode's seed follows from it, the task, the split and the episode's number."""
     quick: bool = False
-    """A small set for two cores: 60 train and 12 test episodes of 250 steps, fast rendering."""
+    """A small set for two cores: 60 train and 12 test episodes of 250 steps, fast rendering, moving backgrounds only (a
+    few minutes of training do not suffice under a moving camera)."""
     verify: bool = False
     """Make nothing: read all of the splits again and compare with their hashes."""
     preview: bool = False
@@ -117,6 +118,8 @@ def default_args(argv: list[str]) -> Args:
             test_transitions=12 * QUICK_STEPS,
             episode_length=QUICK_STEPS,
             quality="fast",
+            camera_scale=0.0,
+            color_scale=0.0,
         )
     return args
 
