@@ -18,7 +18,7 @@ quickstart: $(INSTALLED)
 	$(BIN)/python -m benchmarks.table runs/lapo/cheetah-run/quick/seed1 runs/masklam/cheetah-run/quick/seed1
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""A planted data set: a square that moves by the action, over a background that moves by itself. No renderer needed."""
+"""A planted data set: a square that goes where the action says, over a background that moves by itself."""
 
 from pathlib import Path
 
@@ -7,8 +7,6 @@ import numpy as np
 from common.distractors import DistractorConfig, clips_digest
 from common.shards import ShardWriter
 from common.tasks import get_task
-
-SPEED = 3  # pixels per step at action 1
 
 
 def background(rng: np.random.Generator, size: int) -> np.ndarray:
@@ -21,25 +19,25 @@ def background(rng: np.random.Generator, size: int) -> np.ndarray:
 
 
 def episode(rng: np.random.Generator, length: int, size: int, action_dim: int, moving: bool) -> dict[str, np.ndarray]:
-    """Arrays of one episode; the first two action dimensions move the square, the others do nothing."""
-    side = size // 4
+    """Arrays of one episode; the first two action dimensions say where the square goes, the others do nothing."""
+    side = size // 3
+    reach = (size - side) / 2
     action = rng.uniform(-1, 1, (length + 1, action_dim)).astype(np.float32)
+    ramp = np.linspace(0, 255, side)  # the square's colours tell each of its pixels from the others
+    patch = np.stack(np.broadcast_arrays(ramp[:, None], ramp[None], 128.0), axis=-1).astype(np.uint8)
     texture = background(rng, size)
-    place, drift = rng.uniform(0, size - side, 2), np.zeros(2)
+    place, drift = np.full(2, reach), np.zeros(2)
     frames, masks, states = [], [], []
     for step in range(length + 1):
         frame = np.roll(texture, tuple(np.round(drift).astype(int)), (0, 1)).copy()
         top, left = np.round(place).astype(int)
-        frame[top : top + side, left : left + side] = (250, 40, 40)
-        frame[top + 2 : top + side - 2, left + 2 : left + 4] = (20, 20, 90)
+        frame[top : top + side, left : left + side] = patch
         mask = np.zeros((size, size), bool)
         mask[top : top + side, left : left + side] = True
         frames.append(frame)
         masks.append(np.packbits(mask))
         states.append(place)
-        target = place + SPEED * action[step, :2]
-        action[step, :2] = np.where((target < 0) | (target > size - side), -action[step, :2], action[step, :2])
-        place = np.clip(place + SPEED * action[step, :2], 0, size - side)
+        place = reach + reach * action[step, :2]
         drift = drift + (rng.uniform(-4, 4, 2) if moving else 0)
     action[-1] = np.nan
     reward = np.append(np.ones(length), 0).astype(np.float32)

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 ENV = "walker-run"
 ARGUMENTS = [
     *("--env", ENV, "--quick", "--backgrounds", "synthetic", "--num-videos", "2", "--episode-length", "20"),
+    *("--camera-scale", "0.1", "--color-scale", "0.1"),
     *("--train-transitions", "155", "--test-transitions", "60", "--episodes-per-shard", "2"),
 ]
 TRAIN, TEST = 4, 2  # shards

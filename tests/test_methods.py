@@ -322,19 +322,21 @@ def test_compile_equals_eager(planted_dir: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-6)
 
 
-def test_masklam_recovers_planted_actions_where_lapo_cannot(tmp_path: Path) -> None:
-    """The method's claim, small: a moving background hides the action from LAPO, not from MaskLAM."""
-    data = planted.write(tmp_path / "data", train=40, test=8, length=50, action_dim=2)
+def test_masklam_recovers_planted_actions_better_than_lapo(tmp_path: Path) -> None:
+    """The method's claim, small: a moving background costs LAPO much of the action, MaskLAM next to none."""
+    data = planted.write(tmp_path / "data", train=40, test=8, length=50, size=16, action_dim=2)
     found = {}
     for script in SCRIPTS:
         changes = {"batch_size": 32, "lam_lr": 2e-3, "runs_dir": tmp_path, "latent_dim": 16}
-        module, args, model = build(script, **changes)
+        if script == "masklam":
+            changes["max_offset"] = 1  # as LAPO: these actions are independent, so o_{t+10} says nothing about a_t
+        module, args, model = build(script, size=16, **changes)
         control = pair_nmse(module, args, model, data)
-        short_training(module, args, model, data, 300)
+        short_training(module, args, model, data, 500)
         found[script] = pair_nmse(module, args, model.eval(), data)
         print(f"{script}: NMSE {found[script]:.3f}, untrained {control:.3f}")
-        assert script == "lapo" or found[script] < 0.6 * control
-    assert found["masklam"] < 0.6 * found["lapo"]
+        assert found[script] < 0.5 * control
+    assert found["masklam"] < 0.5 * found["lapo"]
 
 
 def pair_nmse(module, args, model, data: Path) -> float:
