@@ -10,7 +10,7 @@ import tyro
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-COMMANDS = sorted(set(re.findall(r"^(?:`)?python (?:-m )?[^\n`#]+", README, re.M)))
+COMMANDS = sorted(set(re.findall(r"^python (?:-m )?[^\n`#]+", README, re.M)))
 DEFAULTS = {"make_dataset": "default_args", "lapo": "defaults", "masklam": "defaults"}
 
 
