@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -325,7 +326,7 @@ class Run:
         path = self.dir / "wandb_id"
         if not path.exists():
             with atomic_path(path) as temporary:
-                temporary.write_text(wandb.util.generate_id())
+                temporary.write_text(uuid.uuid4().hex[:8])
         self.wandb = wandb.init(
             project=self.args.wandb_project,
             id=path.read_text().strip(),

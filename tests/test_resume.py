@@ -312,3 +312,17 @@ def test_signal_during_the_evaluation(undisturbed, data_dir: Path, tmp_path: Pat
     assert process.returncode in (0, 128 + signal.SIGINT), message
     assert "Traceback" not in message
     assert finish(script, data_dir, tmp_path).returncode == 0
+
+
+def test_track_sends_the_metrics(data_dir: Path, tmp_path: Path) -> None:
+    """With wandb offline: the run ends as without it, and its id is kept for a resume."""
+    pytest.importorskip("wandb")
+    done = subprocess.run(
+        command("lapo", data_dir, tmp_path, "--track"), cwd=ROOT, capture_output=True, text=True,
+        env=environment() | {"WANDB_MODE": "offline"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    directory = run_dir("lapo", tmp_path)
+    identity = (directory / "wandb_id").read_text()
+    assert list(directory.glob(f"wandb/*{identity}*"))
+    assert torch.load(directory / "lam.pt", weights_only=True)["wandb_id"] == identity
