@@ -33,6 +33,7 @@ import h5py
 import numpy as np
 
 from common.errors import UserError
+from common.runs import fsync_folder
 
 FORMAT_VERSION = 1
 RENDERS = ("clean", "distractor")
@@ -117,15 +118,6 @@ def _write(descriptor: int, offset: int, array: np.ndarray) -> None:
     while len(view):
         count = os.pwrite(descriptor, view, offset)
         view, offset = view[count:], offset + count
-
-
-def sync_path(path: Path) -> None:
-    """fsync a file or a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def is_full_disk(error: BaseException) -> bool:
@@ -277,7 +269,7 @@ class ShardWriter:
                 file.attrs["complete"] = True
             os.fsync(self._claim)
             os.replace(self._part, self.path)
-            sync_path(self.path.parent)
+            fsync_folder(self.path.parent)
         os.close(self._claim)
         self._claim = -1
         return content_hash
@@ -353,7 +345,7 @@ def write_sidecar(shard: Path, name: str, arrays: dict[str, np.ndarray], **attri
                 file.attrs["complete"] = True
             os.fsync(claim)
             os.replace(part, path)
-            sync_path(path.parent)
+            fsync_folder(path.parent)
     finally:
         part.unlink(missing_ok=True)
         os.close(claim)
