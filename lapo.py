@@ -520,6 +520,7 @@ def main(args: Args) -> None:
         episodes=args.eval_episodes,
         num_envs=args.eval_envs,
         device=device,
+        image_size=size,
         max_steps=args.eval_steps,
     )
     costs["rollout"] = {"seconds": time.monotonic() - start}

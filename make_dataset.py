@@ -1,10 +1,11 @@
 """Make a dataset: roll out the expert and render every state clean and with distractors, with the agent's mask in each.
 
     python make_dataset.py --env cheetah-run --backgrounds synthetic --quick
+    python make_dataset.py --env all --backgrounds synthetic --quick --preview
 
 Writes data/<env>/train and data/<env>/test with one process per core. The same command again goes on where the last one
-stopped. What a shard holds depends on the arguments and its number alone, never on how many processes made
-it. Paper scale (the default without --quick) takes about 260 GB for a task of the Control Suite.
+stopped. What a shard holds depends on the arguments and its number alone, never on how many processes made it. Paper
+scale (the default without --quick) takes about 260 GB for a task of the Control Suite, 110 GB for one of Meta-World.
 """
 
 import math
@@ -25,6 +26,7 @@ from typing import Any, Literal
 import numpy as np
 
 from common.errors import UserError
+from common.experts import default_expert
 from common.runs import Progress, Stopped, atomic_path, cli, stop_requested, versions
 from common.shards import (
     DamagedShard,
@@ -40,17 +42,22 @@ from common.shards import (
 )
 from common.tasks import TASKS, get_task
 
-EnvName = Literal[tuple(TASKS)]
+EnvName = Literal[(*TASKS, "all")]
 SPLITS = ("train", "test")
 SHARD_BYTES = 10**9
 MIN_SHARDS = 16  # so that a small set keeps several cores busy and loses little when it is stopped
 QUICK_STEPS = 250
+QUICK = {"episode_length": QUICK_STEPS, "quality": "fast", "camera_scale": 0.0, "color_scale": 0.0}
+QUICK_TRANSITIONS = {  # by suite
+    "dcs": {"train_transitions": 60 * QUICK_STEPS, "test_transitions": 12 * QUICK_STEPS},
+    "dmw": {"train_transitions": 8000, "test_transitions": 2000, "image_size": 64},
+}
 
 
 @dataclass
 class Args:
     env: EnvName = "cheetah-run"
-    """Task."""
+    """Task; all makes all fourteen, one after the other, each with its own defaults."""
     data_dir: Path = Path("data")
     """Where datasets are."""
     train_transitions: int = 9_000_000
@@ -68,9 +75,12 @@ class Args:
     render: Literal["both", "clean", "distractor"] = "both"
     """Which renders to store."""
     quality: Literal["full", "fast"] = "full"
-    """fast: no shadows, reflections and multisampling, about ten times as fast without a GPU."""
-    expert: Literal["student", "laom"] = "student"
-    """student: this project's small policies in experts/. laom: the policies that collected the paper's data."""
+    """fast: no shadows, reflections and multisampling, more than ten times as fast without a GPU."""
+    image_size: int = 64
+    """Height and width of a frame in pixels, a multiple of 8."""
+    expert: Literal["student", "laom", "scripted"] = "student"
+    """student: this project's small policies in experts/. laom: the policies that collected the paper's data on the
+    Control Suite. scripted: Meta-World's own, the only ones for its tasks."""
     expert_dir: Path | None = None
     """Where the expert's weights are, if not in the usual place."""
     backgrounds: str = "davis"
@@ -86,41 +96,50 @@ class Args:
     seed: int = 0
     """Base seed; every episode's seed follows from it, the task, the split and the episode's number."""
     quick: bool = False
-    """A small set for two cores: 60 train and 12 test episodes of 250 steps, fast rendering, moving backgrounds only (a
-    few minutes of training do not suffice under a moving camera)."""
+    """A small set for two cores: 15,000 train and 3,000 test transitions (8,000 and 2,000 on Meta-World, at 64 pixels),
+    episodes of at most 250 steps, fast rendering, moving backgrounds only (a few minutes of training do not suffice
+    under a moving camera)."""
     verify: bool = False
     """Make nothing: read all of the splits again and compare with their hashes."""
     preview: bool = False
-    """Also write data/<env>/<split>.png: frames, masks and backgrounds at a glance."""
+    """Also write data/<env>/<split>.png, a contact sheet of an episode: clean, distractor and the masks' outlines."""
 
 
 RUNTIME_FIELDS = {"data_dir", "workers", "split", "verify", "preview"}  # they do not change what a shard holds
 PATH_FIELDS = {"expert_dir", "davis_dir"}
 
 
-def default_args(argv: list[str]) -> Args:
-    """The defaults for the `--env` and `--quick` of a command line."""
-    name = Args.env
+def env_in(argv: list[str]) -> tuple[int, str]:
+    """The place in the command line of the word with the task, and the task; (-1, default) if it is not given."""
     for i, word in enumerate(argv):
         if word == "--env" and i + 1 < len(argv):
-            name = argv[i + 1]
-        elif word.startswith("--env="):
-            name = word.split("=", 1)[1]
-    task = get_task(name)
-    args = Args(env=task.name, episode_length=task.max_steps)
+            return i + 1, argv[i + 1]
+        if word.startswith("--env="):
+            return i, word.split("=", 1)[1]
+    return -1, Args.env
+
+
+def default_args(argv: list[str]) -> Args:
+    """The defaults for the `--env` and `--quick` of a command line; those of the Control Suite for `--env all`."""
+    _, name = env_in(argv)
+    task = get_task(Args.env if name == "all" else name)
+    args = Args(env=name, episode_length=task.max_steps, image_size=task.image_size, expert=default_expert(task.name))
     if task.suite == "dmw":
         args = replace(args, train_transitions=1_000_000, test_transitions=100_000)
     if "--quick" in argv:
-        args = replace(
-            args,
-            quick=True,
-            train_transitions=60 * QUICK_STEPS,
-            test_transitions=12 * QUICK_STEPS,
-            episode_length=QUICK_STEPS,
-            quality="fast",
-            camera_scale=0.0,
-            color_scale=0.0,
-        )
+        args = replace(args, quick=True, **QUICK, **QUICK_TRANSITIONS[task.suite])
+    return args
+
+
+def task_args(argv: list[str], env: str) -> Args:
+    """What a command line with `--env all` asks of one task. An expert of the Control Suite is for that suite only."""
+    import tyro
+
+    place, _ = env_in(argv)
+    words = [*argv[:place], f"--env={env}" if argv[place].startswith("--env=") else env, *argv[place + 1 :]]
+    args = tyro.cli(Args, args=words, default=default_args(words))
+    if get_task(env).suite == "dmw":
+        args = replace(args, expert=default_expert(env), expert_dir=None)
     return args
 
 
@@ -146,6 +165,22 @@ def distractor_config(args: Args):
     return DistractorConfig(args.backgrounds, args.davis_dir, args.num_videos, args.camera_scale, args.color_scale)
 
 
+def check_args(args: Args) -> None:
+    """UserError for impossible numbers."""
+    task = get_task(args.env)
+    for name in ("train_transitions", "test_transitions", "episode_length", "image_size", "workers"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}, must be at least 1")
+    if args.episodes_per_shard is not None and args.episodes_per_shard < 1:
+        raise UserError(f"--episodes-per-shard is {args.episodes_per_shard}, must be at least 1")
+    if args.episode_length > task.max_steps:
+        raise UserError(f"--episode-length is {args.episode_length}, but {task.name} ends after {task.max_steps} steps")
+    if args.image_size % 8:
+        raise UserError(
+            f"--image-size is {args.image_size}, must be a multiple of 8: the networks halve it three times"
+        )
+
+
 def make_plan(args: Args, split: str) -> dict[str, Any]:
     """Everything that decides what the shards of a split hold. Raises UserError for impossible arguments."""
     from common.distractors import clips_digest
@@ -153,27 +188,13 @@ def make_plan(args: Args, split: str) -> dict[str, Any]:
 
     task = get_task(args.env)
     transitions = args.train_transitions if split == "train" else args.test_transitions
-    for name, value in (
-        (f"{split}-transitions", transitions),
-        ("episode-length", args.episode_length),
-        ("workers", args.workers),
-        ("episodes-per-shard", 1 if args.episodes_per_shard is None else args.episodes_per_shard),
-    ):
-        if value < 1:
-            raise UserError(f"--{name} is {value}, must be at least 1")
-    if args.episode_length > task.max_steps:
-        raise UserError(f"--episode-length is {args.episode_length}, but {task.name} ends after {task.max_steps} steps")
-    if task.suite == "dmw":
-        from common.envs import make_env
-
-        make_env(task.name, renders=()).close()
     expert = load_expert(task.name, args.expert, args.expert_dir)
     renders = ["clean", "distractor"] if args.render == "both" else [args.render]
     distractors = None
     if "distractor" in renders:
         distractors = {
             "backgrounds": args.backgrounds if args.backgrounds in ("davis", "synthetic") else "folder",
-            "clips": clips_digest(distractor_config(args), task, split),
+            "clips": clips_digest(distractor_config(args), task, split, args.image_size),
             "camera_scale": args.camera_scale if task.suite == "dcs" else 0.0,
             "color_scale": args.color_scale if task.suite == "dcs" else 0.0,
         }
@@ -185,7 +206,7 @@ def make_plan(args: Args, split: str) -> dict[str, Any]:
         "episode_length": args.episode_length,
         "renders": renders,
         "quality": args.quality,
-        "image_size": task.image_size,
+        "image_size": args.image_size,
         "state_dim": task.state_dim,
         "action_dim": task.action_dim,
         "success": task.suite == "dmw",
@@ -382,6 +403,7 @@ class _Maker:
             renders=tuple(plan["renders"]),
             quality=plan["quality"],
             distractors=distractor_config(self.args),
+            image_size=plan["image_size"],
             max_steps=plan["episode_length"],
         )
         length = plan["episode_length"] + 1
@@ -616,29 +638,34 @@ def report(args: Args, split: str) -> None:
     print(f"  hash {dataset.hash}")
 
 
-def preview(data_dir: Path, env: str, split: str, rows: int = 8, scale: int = 3) -> Path:
-    """Write `<env>/<split>.png`: frames spread over the split, each render plain and with the mask's outline."""
+def preview(data_dir: Path, env: str, split: str, columns: int = 10, height: int = 192) -> Path:
+    """Write `<env>/<split>.png`, a contact sheet of the split's first episode from its first frame to its last.
+
+    One row of frames for each render, and one with the mask's outline in it.
+    """
     import imageio.v3 as iio
 
     from common.dataset import Dataset
 
-    columns = []
+    rows = []
     for render in read_shard(shard_paths(data_dir / env / split)[0]).plan["renders"]:
         dataset = Dataset(data_dir, env, split, render)
-        size = dataset.image_size
-        index = np.linspace(0, dataset.num_frames - 1, rows).astype(np.int64)
+        size, scale = dataset.image_size, max(1, height // dataset.image_size)
+        first, end = dataset.episode_start[:2]
+        index = np.linspace(first, end - 1, min(columns, end - first)).round().astype(np.int64)
         frames = dataset.frames(index).repeat(scale, 1).repeat(scale, 2)
-        masks = np.unpackbits(dataset.masks(index), axis=-1).reshape(rows, size, size).astype(bool)
+        masks = np.unpackbits(dataset.masks(index), axis=-1).reshape(len(index), size, size).astype(bool)
         masks = np.pad(masks.repeat(scale, 1).repeat(scale, 2), ((0, 0), (1, 1), (1, 1)))
         inner = masks[:, 1:-1, :-2] & masks[:, 1:-1, 2:] & masks[:, :-2, 1:-1] & masks[:, 2:, 1:-1]
         outlined = frames.copy()
         outlined[masks[:, 1:-1, 1:-1] & ~inner] = (255, 0, 255)
-        columns += [frames, outlined]
-    sheet = np.pad(np.stack(columns, 1), ((0, 0), (0, 0), (2, 2), (2, 2), (0, 0)), constant_values=255)
-    height, width = sheet.shape[2:4]
+        rows += [frames, outlined]
+    sheet = np.pad(np.stack(rows), ((0, 0), (0, 0), (2, 2), (2, 2), (0, 0)), constant_values=255)
+    tall, wide = sheet.shape[2:4]
+    picture = sheet.transpose(0, 2, 1, 3, 4).reshape(len(rows) * tall, sheet.shape[1] * wide, 3)
     path = data_dir / env / f"{split}.png"
     with atomic_path(path) as temporary:
-        iio.imwrite(temporary, sheet.transpose(0, 2, 1, 3, 4).reshape(rows * height, len(columns) * width, 3))
+        iio.imwrite(temporary, picture)
     return path
 
 
@@ -666,11 +693,24 @@ def verify(args: Args, split: str) -> None:
 
 
 def main(args: Args) -> None:
+    if args.env != "all":
+        make_one(args)
+        return
+    each = [task_args(sys.argv[1:], env) for env in TASKS]
+    for one in each:
+        check_args(one)
+    for one in each:
+        print(f"--- {one.env}")
+        make_one(one)
+
+
+def make_one(args: Args) -> None:
     names = SPLITS if args.split == "both" else (args.split,)
     if args.verify:
         for split in names:
             verify(args, split)
         return
+    check_args(args)
     splits = {split: Split(args.data_dir / args.env / split, make_plan(args, split)) for split in names}
     for part in splits.values():
         part.scan()

@@ -318,11 +318,11 @@ def _reflect(position: np.ndarray, size: int) -> np.ndarray:
 # --- what changes at every step ---
 
 
-def clips_digest(config: DistractorConfig, task: Task, split: str) -> dict[str, str]:
+def clips_digest(config: DistractorConfig, task: Task, split: str, image_size: int | None = None) -> dict[str, str]:
     """Clip name -> SHA-256 of its frames as rendered, so that reduced and full-size copies of DAVIS do not mix."""
     return {
         clip.name: hashlib.sha256(np.ascontiguousarray(clip.frames).data).hexdigest()
-        for clip in load_clips(config, task, split)
+        for clip in load_clips(config, task, split, image_size)
     }
 
 

@@ -1,20 +1,12 @@
 """Environments with a clean and a distractor render of every state, and the agent's mask in each.
 
-The physics is dm_control's own, untouched. The distractor render uses a second model of the same scene, so that its
-textures, colours and floor cannot leak into the physics or the clean render.
+The physics is that of dm_control and Meta-World, untouched. On the Control Suite the distractor render uses a second
+model of the same scene, so that its textures, colours and floor cannot leak into the physics or the clean render. On
+Meta-World it is the clean picture with a clip in place of all that is not scene.
 """
 
-import atexit
-import contextlib
 import ctypes
-import ctypes.util
-import functools
 import importlib
-import os
-import subprocess
-import sys
-import weakref
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import gymnasium
@@ -30,27 +22,17 @@ from common.distractors import (
     load_clips,
 )
 from common.errors import UserError
+from common.rendering import Renderer, import_simulator, segment_table
 from common.tasks import Task, get_task
 
 if TYPE_CHECKING:
     import mujoco
 
-# Mesa's software renderer would start a thread per core for every environment. There are about as many environments as
-# cores, so rendering in the calling thread is faster.
-os.environ.setdefault("LP_NUM_THREADS", "0")
-
 Render = Literal["clean", "distractor"]
 RENDERS: tuple[Render, ...] = ("clean", "distractor")
 
 MIN_CAMERA_HEIGHT = 0.05  # m above the floor
-FLOOR_CELL = 4.0  # m; size of the floor's polygons in masks and in the fast quality
-
-GL_PACKAGES = {"egl": "libegl1 libgl1 libgl1-mesa-dri", "osmesa": "libosmesa6", "glfw": "libglfw3 libgl1"}
-GL_LIBRARIES = {
-    "egl": ("libEGL.so.1", "EGL"),
-    "osmesa": ("libOSMesa.so.8", "OSMesa"),
-    "glfw": ("libglfw.so.3", "glfw"),
-}
+ROBOT = "base"  # Meta-World's body at the root of the robot
 
 
 def make_env(
@@ -67,7 +49,8 @@ def make_env(
     """An environment whose observation is a dict; `renders=()` is physics only and needs no OpenGL.
 
     Observation: `state` float32 (S,); for each render r `r/observation` uint8 (H, W, 3) and, with `masks`, `r/mask`
-    bool (H, W), true on the agent. Actions are clipped to [-1, 1]. `truncated` is true after `max_steps` steps.
+    bool (H, W), true on the agent. Actions are clipped to [-1, 1]. `truncated` is true after `max_steps` steps. On
+    Meta-World `terminated` is true on success, and `info["success"]` tells it after every step.
 
     `reset(seed=...)` fixes the physics and every distractor, whatever ran before in the same object. Its `info` has
     `background` (the clip's name), `background_start` and `background_direction` if there is a distractor render.
@@ -80,9 +63,10 @@ def make_env(
         raise UserError(f"unknown render {sorted(unknown)[0]!r}: choose among {', '.join(RENDERS)}")
     if quality not in ("full", "fast"):
         raise UserError(f"unknown quality {quality!r}: choose 'full' or 'fast'")
-    if task.suite == "dmw":
-        raise UserError("Meta-World tasks are not built yet")
-    return DCSEnv(
+    max_steps = max_steps or task.max_steps
+    if task.suite == "dmw" and max_steps > task.max_steps:
+        raise UserError(f"{task.name} ends after {task.max_steps} steps, {max_steps} are too many")
+    return (DCSEnv if task.suite == "dcs" else DMWEnv)(
         task,
         split=split,
         renders=tuple(r for r in RENDERS if r in renders),
@@ -90,7 +74,7 @@ def make_env(
         quality=quality,
         distractors=distractors,
         image_size=image_size or task.image_size,
-        max_steps=max_steps or task.max_steps,
+        max_steps=max_steps,
     )
 
 
@@ -100,9 +84,31 @@ def seed_streams(seed: int) -> dict[str, np.random.SeedSequence]:
     return dict(zip(purposes, np.random.SeedSequence(seed).spawn(len(purposes))))
 
 
+def physics_seed(seed: int) -> int:
+    """The seed that Meta-World's environment gets at `reset(seed=seed)`."""
+    return int(seed_streams(seed)["physics"].generate_state(1)[0])
+
+
 def physics_random_state(seed: int) -> np.random.RandomState:
     """The random state that dm_control's task gets at `reset(seed=seed)`."""
     return np.random.RandomState(np.random.MT19937(seed_streams(seed)["physics"]))
+
+
+def _observation_space(task: Task, renders: tuple[Render, ...], masks: bool, size: int) -> gymnasium.spaces.Dict:
+    spaces: dict[str, gymnasium.Space] = {"state": gymnasium.spaces.Box(-np.inf, np.inf, (task.state_dim,), np.float32)}
+    for render in renders:
+        spaces[f"{render}/observation"] = gymnasium.spaces.Box(0, 255, (size, size, 3), np.uint8)
+        if masks:
+            spaces[f"{render}/mask"] = gymnasium.spaces.Box(0, 1, (size, size), np.bool_)
+    return gymnasium.spaces.Dict(spaces)
+
+
+def _background_info(player: BackgroundPlayer) -> dict[str, Any]:
+    return {
+        "background": player.clip.name,
+        "background_start": player.index,
+        "background_direction": player.direction,
+    }
 
 
 class DCSEnv(gymnasium.Env):
@@ -125,21 +131,15 @@ class DCSEnv(gymnasium.Env):
         self.task, self.renders, self.masks, self.max_steps = task, renders, masks, max_steps
         self._quality, self._size, self._distractors = quality, image_size, distractors
         self._domain, self._task_name = task.name.split("-")
-        self._dm_env = _import_suite().load(self._domain, self._task_name, task_kwargs={"time_limit": float("inf")})
+        suite = import_simulator("dm_control.suite")
+        self._dm_env = suite.load(self._domain, self._task_name, task_kwargs={"time_limit": float("inf")})
         self._clips: list[Clip] = []
         if "distractor" in renders:
             self._clips = load_clips(distractors, task, split, image_size)
-        self._renderer: _Renderer | None = None
+        self._renderer: _DCSRenderer | None = None
         self._steps = 0
 
-        spaces: dict[str, gymnasium.Space] = {
-            "state": gymnasium.spaces.Box(-np.inf, np.inf, (task.state_dim,), np.float32)
-        }
-        for render in renders:
-            spaces[f"{render}/observation"] = gymnasium.spaces.Box(0, 255, (image_size, image_size, 3), np.uint8)
-            if masks:
-                spaces[f"{render}/mask"] = gymnasium.spaces.Box(0, 1, (image_size, image_size), np.bool_)
-        self.observation_space = gymnasium.spaces.Dict(spaces)
+        self.observation_space = _observation_space(task, renders, masks, image_size)
         self.action_space = gymnasium.spaces.Box(-1, 1, (task.action_dim,), np.float32)
 
     @property
@@ -158,15 +158,13 @@ class DCSEnv(gymnasium.Env):
 
         info: dict[str, Any] = {}
         if self.renders and self._renderer is None:
-            self._renderer = _Renderer(self.task, self.physics, self.renders, self.masks, self._quality, self._size)
+            self._renderer = _DCSRenderer(
+                self.task, self.physics, self.renders, self.masks, self._size, self._quality == "fast"
+            )
         if "distractor" in self.renders:
             player = BackgroundPlayer(self._clips, np.random.default_rng(streams["background"]))
             self._renderer.start(player, self._distractors, streams)
-            info = {
-                "background": player.clip.name,
-                "background_start": player.index,
-                "background_direction": player.direction,
-            }
+            info = _background_info(player)
         return self._observe(time_step.observation), info
 
     def step(self, action: np.ndarray) -> tuple[dict[str, np.ndarray], float, bool, bool, dict]:
@@ -186,49 +184,34 @@ class DCSEnv(gymnasium.Env):
         return {"state": state, **(self._renderer.render() if self._renderer else {})}
 
 
-class _Renderer:
+class _DCSRenderer(Renderer):
     """Renders one dm_control physics; owns an OpenGL context and the state of the distractors."""
 
-    def __init__(self, task: Task, physics: Any, renders: tuple[Render, ...], masks: bool, quality: str, size: int):
-        import mujoco
-
-        self._mujoco, self._renders, self._masks, self._size = mujoco, renders, masks, size
-        self._camera_id = task.camera
+    def __init__(self, task: Task, physics: Any, renders: tuple[Render, ...], masks: bool, size: int, fast: bool):
+        super().__init__(size, fast)
+        self._renders, self._masks = renders, masks
+        self._camera_id, self._view = task.camera, self._camera(task.camera)
         self._data = physics.data.ptr
-        fast = quality == "fast"
-        self._gl = _start_gl(size)
-        self._rect = mujoco.MjrRect(0, 0, size, size)
-        self._option = mujoco.MjvOption()
-        self._camera = mujoco.MjvCamera()
-        self._camera.type, self._camera.fixedcamid = mujoco.mjtCamera.mjCAMERA_FIXED, task.camera
-        self._pixels = np.empty((size, size, 3), np.uint8)
-
         self._models: dict[str, mujoco.MjModel] = {}
         self._scenes: dict[str, mujoco.MjvScene] = {}
-        self._contexts: dict[str, mujoco.MjrContext] = {}
         for render in renders:
             model = physics.model.ptr
             if render == "distractor":
                 model = _distractor_model(task, round(FACE_SCALE * size))
-            scene = mujoco.MjvScene(model, 1000)
-            if fast:
-                scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = 0
-                scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
-            self._models[render], self._scenes[render] = model, scene
-            self._contexts[render] = self._make_context(model, fast=fast)
+            self._models[render], self._scenes[render] = model, self._make_scene(model)
+            self._contexts[render] = self._make_context(model)
         if masks and renders:
-            self._contexts["mask"] = self._make_context(model, fast=fast, masks=True)
+            self._contexts["mask"] = self._make_context(model, masks=True)
 
         if "distractor" in renders:
             model = self._models["distractor"]
             self._original_rgb = model.mat_rgba[:, :3].copy()
-            floor = mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_MATERIAL, "grid")
+            floor = self._mujoco.mj_name2id(model, self._mujoco.mjtObj.mjOBJ_MATERIAL, "grid")
             model.mat_rgba[floor, 3] = task.floor_alpha
             view = self._data.cam_xmat[task.camera].reshape(3, 3)[:, 2]
             self._texture = _SkyboxTexture(
                 self._contexts["distractor"], model.cam_fovy[task.camera], along_x=abs(view[0]) > abs(view[1])
             )
-        _open_renderers.add(self)
         self._player: BackgroundPlayer | None = None
         self._camera_walk: CameraWalk | None = None
         self._color_walk: ColorWalk | None = None
@@ -263,10 +246,10 @@ class _Renderer:
         result, plain_mask = {}, None
         for render in self._renders:
             moved = render == "distractor" and self._camera_walk is not None
-            self._update_scene(render, moved)
+            self._place(render, moved)
             if render == "distractor":
                 self._texture.upload(self._player.frame, self._scenes[render])
-            result[f"{render}/observation"] = self._read(render, render).copy()
+            result[f"{render}/observation"] = self._draw(self._scenes[render], self._contexts[render])[::-1].copy()
             if self._masks:
                 if moved:
                     mask = self._mask(render)
@@ -275,47 +258,14 @@ class _Renderer:
                 result[f"{render}/mask"] = mask.copy()
         return result
 
-    def close(self) -> None:
-        """Free the OpenGL context and all in it."""
-        _open_renderers.discard(self)
-        self._gl.make_current()
-        for context in self._contexts.values():
-            context.free()
-        self._gl.free()
-
-    def _make_context(self, model: "mujoco.MjModel", *, fast: bool, masks: bool = False) -> "mujoco.MjrContext":
-        """A rendering context; the model's settings are as before when it is made."""
-        mujoco = self._mujoco
-        quality, offscreen = model.vis.quality, model.vis.global_
-        plain = {name: getattr(quality, name) for name in ("offsamples", "shadowsize", "numslices", "numstacks")}
-        plain_size, spacing = (offscreen.offwidth, offscreen.offheight), model.geom_size[:, 2].copy()
-        try:
-            offscreen.offwidth = offscreen.offheight = self._size  # clearing the buffer costs more than drawing
-            if fast or masks:
-                quality.offsamples = quality.shadowsize = 0
-                # A plane is drawn as a grid, up to 200 x 200 cells, for smooth light.
-                planes = model.geom_type == mujoco.mjtGeom.mjGEOM_PLANE
-                model.geom_size[planes, 2] = FLOOR_CELL
-            if fast:
-                quality.numslices, quality.numstacks = 16, 8
-            context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)
-        except mujoco.FatalError as error:
-            raise _gl_error(os.environ["MUJOCO_GL"], error) from error
-        finally:
-            offscreen.offwidth, offscreen.offheight = plain_size
-            model.geom_size[:, 2] = spacing
-            for name, value in plain.items():
-                setattr(quality, name, value)
-        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, context)
-        return context
-
     def _camera_relative_to_agent(self) -> tuple[np.ndarray, np.ndarray]:
         """The task's camera and the point it looks at, as far away as the agent; relative to its centre of mass."""
         offset = self._data.cam_xpos[self._camera_id] - self._data.subtree_com[1]
         backward = self._data.cam_xmat[self._camera_id].reshape(3, 3)[:, 2]
         return offset, offset - np.linalg.norm(offset) * backward
 
-    def _update_scene(self, render: Render, moved: bool) -> None:
+    def _place(self, render: Render, moved: bool) -> None:
+        """Bring a scene up to date, seen from the walking camera if `moved`."""
         data, index = self._data, self._camera_id
         if moved:
             plain = data.cam_xpos[index].copy(), data.cam_xmat[index].copy()
@@ -323,39 +273,15 @@ class _Renderer:
             data.cam_xpos[index] = data.subtree_com[1] + offset
             data.cam_xpos[index, 2] = max(data.cam_xpos[index, 2], MIN_CAMERA_HEIGHT)
             data.cam_xmat[index] = rotation.ravel()
-        self._mujoco.mjv_updateScene(
-            self._models[render],
-            data,
-            self._option,
-            None,
-            self._camera,
-            self._mujoco.mjtCatBit.mjCAT_ALL.value,
-            self._scenes[render],
-        )
+        self._update_scene(self._scenes[render], self._models[render], data, self._view)
         if moved:
             data.cam_xpos[index], data.cam_xmat[index] = plain
 
-    def _read(self, scene: str, context: str) -> np.ndarray:
-        """Draw a scene: uint8 (H, W, 3), a view that the next call overwrites."""
-        mujoco, target = self._mujoco, self._contexts[context]
-        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, target)
-        mujoco.mjr_render(self._rect, self._scenes[scene], target)
-        mujoco.mjr_readPixels(self._pixels, None, self._rect, target)
-        return self._pixels[::-1]
-
     def _mask(self, render: Render) -> np.ndarray:
-        mujoco, scene = self._mujoco, self._scenes[render]
-        flags = [int(mujoco.mjtRndFlag.mjRND_SEGMENT), int(mujoco.mjtRndFlag.mjRND_IDCOLOR)]
-        scene.flags[flags] = 1
-        color = self._read(render, "mask").astype(np.int32)
-        scene.flags[flags] = 0
-        segments = color[..., 0] + (color[..., 1] << 8) + (color[..., 2] << 16)
-        is_agent = np.zeros(scene.ngeom + 1, np.bool_)  # index 0 is the sky
-        bodies = self._models[render].geom_bodyid
-        for geom in scene.geoms[: scene.ngeom]:
-            if geom.objtype == mujoco.mjtObj.mjOBJ_GEOM and geom.segid >= 0:
-                is_agent[geom.segid + 1] = bodies[geom.objid] != 0
-        return is_agent[segments]
+        scene, bodies = self._scenes[render], self._models[render].geom_bodyid
+        segments = self._draw_segments(scene, self._contexts["mask"])[::-1]
+        geom = self._mujoco.mjtObj.mjOBJ_GEOM
+        return segment_table(scene, lambda kind, index: kind == geom and bodies[index] != 0)[segments]
 
 
 class _SkyboxTexture:
@@ -408,91 +334,165 @@ def _distractor_model(task: Task, face: int) -> "mujoco.MjModel":
     return mujoco.MjModel.from_xml_string(xml, assets)
 
 
-# --- OpenGL ---
+class DMWEnv(gymnasium.Env):
+    """A task of Distracting Meta-World. Use `make_env`."""
 
-_open_renderers: "weakref.WeakSet[_Renderer]" = weakref.WeakSet()
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012, gymnasium's interface
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        split: str,
+        renders: tuple[Render, ...],
+        masks: bool,
+        quality: str,
+        distractors: DistractorConfig,
+        image_size: int,
+        max_steps: int,
+    ):
+        self.task, self.renders, self.masks, self.max_steps = task, renders, masks, max_steps
+        self._quality, self._size = quality, image_size
+        self._env = import_simulator("metaworld.env_dict").ALL_V3_ENVIRONMENTS[f"{task.name}-v3"]()
+        # As for the tasks of MT10, the state tells the goal.
+        self._env._partially_observable = False
+        del self._env.sawyer_observation_space  # a cached property: it would still clip the goal to zero
+        self._env._set_task_called = True
+        self._env.seeded_rand_vec = True
+        self._clips: list[Clip] = []
+        if "distractor" in renders:
+            self._clips = load_clips(distractors, task, split, image_size)
+        self._player: BackgroundPlayer | None = None
+        self._renderer: _DMWRenderer | None = None
+        self._steps = 0
+        self.observation_space = _observation_space(task, renders, masks, image_size)
+        self.action_space = gymnasium.spaces.Box(-1, 1, (task.action_dim,), np.float32)
+
+    @property
+    def model(self) -> "mujoco.MjModel":
+        """MuJoCo's model. Read it only."""
+        return self._env.model
+
+    @property
+    def data(self) -> "mujoco.MjData":
+        """MuJoCo's state. Read it only."""
+        return self._env.data
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict[str, np.ndarray], dict]:
+        super().reset(seed=seed)
+        if seed is None:
+            seed = int(self.np_random.integers(2**31))
+        streams = seed_streams(seed)
+        # As Meta-World makes its own tasks: draw the positions of object and goal, then reset with these. Its reset
+        # places the objects twice, and the first state is right only if both times they stand in the same place.
+        self._env.seed(physics_seed(seed))
+        self._env._freeze_rand_vec = False
+        self._env.reset_model()
+        self._env._freeze_rand_vec = True
+        state, _ = self._env.reset()
+        self._steps = 0
+
+        info: dict[str, Any] = {}
+        if self.renders and self._renderer is None:
+            self._renderer = _DMWRenderer(
+                self.model, self.data, self.task.camera, self.renders, self.masks, self._size, self._quality == "fast"
+            )
+        if self._renderer is not None:
+            self._renderer.refresh()
+        if "distractor" in self.renders:
+            self._player = BackgroundPlayer(self._clips, np.random.default_rng(streams["background"]))
+            info = _background_info(self._player)
+        return self._observe(state), info
+
+    def step(self, action: np.ndarray) -> tuple[dict[str, np.ndarray], float, bool, bool, dict]:
+        state, reward, _, _, info = self._env.step(np.clip(action, -1, 1))
+        self._steps += 1
+        if self._player is not None:
+            self._player.step()
+        success = bool(info["success"])
+        truncated = self._steps >= self.max_steps
+        return self._observe(state), float(reward), success, truncated, {"success": success}
+
+    def close(self) -> None:
+        if self._renderer is not None:
+            self._renderer.close()
+            self._renderer = None
+
+    def _observe(self, state: np.ndarray) -> dict[str, np.ndarray]:
+        background = self._player.frame if self._player is not None else None
+        rendered = self._renderer.render(background) if self._renderer else {}
+        return {"state": state.astype(np.float32), **rendered}
 
 
-@functools.cache
-def _close_at_exit() -> None:
-    """Close what is left open before the OpenGL bindings shut down; call it when they have started."""
-    atexit.register(lambda: [renderer.close() for renderer in list(_open_renderers)])
+class _DMWRenderer(Renderer):
+    """Renders one Meta-World state with two drawings at most: one in colour and one of segments serve both renders."""
+
+    def __init__(
+        self,
+        model: "mujoco.MjModel",
+        data: "mujoco.MjData",
+        camera: str,
+        renders: tuple[Render, ...],
+        masks: bool,
+        size: int,
+        fast: bool,
+    ):
+        super().__init__(size, fast)
+        self._model, self._data, self._renders, self._masks = model, data, renders, masks
+        self._view = self._camera(model.camera(camera).id)
+        self._scene = self._make_scene(model)
+        self._contexts["color"] = self._make_context(model)
+        if masks or "distractor" in renders:
+            self._contexts["mask"] = self._make_context(model, masks=True)
+
+        geom, site = int(self._mujoco.mjtObj.mjOBJ_GEOM), int(self._mujoco.mjtObj.mjOBJ_SITE)
+        robot = _subtree(model, model.body(ROBOT).id)
+        bodies = {geom: model.geom_bodyid, site: model.site_bodyid}
+        floor = (geom, model.geom("floor").id)
+        # The robot's sites (coloured balls in the fingers) hide pixels of its geoms, so they count as robot.
+        self._is_robot = lambda kind, index: kind in bodies and bool(robot[bodies[kind][index]])
+        # Goal markers are sites too: they are part of the scene.
+        self._is_scene = lambda kind, index: (kind, index) != floor
+
+    def refresh(self) -> None:
+        """Bring positions up to date after a reset, which moves objects without telling MuJoCo.
+
+        Leaves the physics as it is: the next step begins by computing the same.
+        """
+        self._mujoco.mj_kinematics(self._model, self._data)
+        self._mujoco.mj_camlight(self._model, self._data)
+
+    def render(self, background: np.ndarray | None) -> dict[str, np.ndarray]:
+        """Observations uint8 (H, W, 3) and masks bool (H, W) of the current state.
+
+        `background`: the clip's frame, uint8 (H, W, 3), for the distractor render. Meta-World's camera hangs upside
+        down. Its picture is turned by 180 degrees: the rows are already the other way round as OpenGL gives them.
+        """
+        self._gl.make_current()
+        self._update_scene(self._scene, self._model, self._data, self._view)
+        color = self._draw(self._scene, self._contexts["color"])[:, ::-1].copy()
+        result: dict[str, np.ndarray] = {}
+        if "mask" in self._contexts:
+            # Meta-World's meshes have fine cracks. With their back faces drawn too, no background shows through them.
+            cull = self._mujoco.mjtRndFlag.mjRND_CULL_FACE
+            self._scene.flags[cull] = 0
+            segments = self._draw_segments(self._scene, self._contexts["mask"])[:, ::-1]
+            self._scene.flags[cull] = 1
+        for render in self._renders:
+            observation = color
+            if render == "distractor":
+                scene = segment_table(self._scene, self._is_scene)[segments]
+                observation = np.where(scene[..., None], color, background)
+            result[f"{render}/observation"] = observation
+            if self._masks:
+                result[f"{render}/mask"] = segment_table(self._scene, self._is_robot)[segments]
+        return result
 
 
-def _import_suite():
-    """dm_control.suite, imported so that neither it nor mujoco starts OpenGL.
-
-    dm_control initializes EGL when it is imported, which fails without EGL even for physics only and makes a later
-    fork unsafe on a GPU.
-    """
-    backend = _select_gl()
-    if "mujoco" not in sys.modules:
-        with _environment("MUJOCO_GL", backend if _loads(backend) else "disable"):
-            importlib.import_module("mujoco")
-    with _environment("MUJOCO_GL", "disable"):
-        return importlib.import_module("dm_control.suite")
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """An environment variable that has another value inside the block."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
-def _select_gl() -> str:
-    """The OpenGL backend: `MUJOCO_GL` if it is set, else EGL, else OSMesa where EGL cannot start. Sets `MUJOCO_GL`."""
-    backend = os.environ.get("MUJOCO_GL", "").lower().strip()
-    if not backend:
-        backend = "egl"
-        if _loads("osmesa") and not _egl_starts():
-            backend = "osmesa"
-        os.environ["MUJOCO_GL"] = backend
-    return backend
-
-
-@functools.cache
-def _loads(backend: str) -> bool:
-    soname, name = GL_LIBRARIES.get(backend, ("", ""))
-    for library in (soname, ctypes.util.find_library(name) if name else None):
-        try:
-            if library and ctypes.CDLL(library):
-                return True
-        except OSError:
-            continue
-    return False
-
-
-def _egl_starts() -> bool:
-    """Try EGL in a process of its own: PyOpenGL cannot change its mind once it is imported."""
-    probe = "from mujoco.egl import GLContext; GLContext(8, 8)"
-    variables = {**os.environ, "MUJOCO_GL": "egl"}
-    return subprocess.run([sys.executable, "-c", probe], capture_output=True, env=variables).returncode == 0
-
-
-def _start_gl(size: int):
-    """An OpenGL context, made current. Raises `UserError` with the package to install if it cannot start."""
-    backend = _select_gl()
-    if backend not in GL_PACKAGES:
-        raise UserError(f"rendering needs OpenGL, but MUJOCO_GL is {backend!r}: set it to egl, osmesa or glfw")
-    try:
-        context = importlib.import_module(f"mujoco.{backend}").GLContext(size, size)
-        context.make_current()
-    except Exception as error:  # the bindings raise anything from AttributeError to their own GLError
-        raise _gl_error(backend, error) from error
-    _close_at_exit()
-    return context
-
-
-def _gl_error(backend: str, error: Exception) -> UserError:
-    return UserError(
-        f"OpenGL cannot start for rendering with MUJOCO_GL={backend} ({error}). On Debian or Ubuntu run "
-        f"`apt-get install {GL_PACKAGES[backend]}`, or use MUJOCO_GL=osmesa after `apt-get install libosmesa6`"
-    )
+def _subtree(model: "mujoco.MjModel", root: int) -> np.ndarray:
+    """bool (nbody,): the bodies of the tree below and with `root`. A parent's number is below its children's."""
+    inside = np.zeros(model.nbody, np.bool_)
+    inside[root] = True
+    for body in range(root + 1, model.nbody):
+        inside[body] = inside[model.body_parentid[body]]
+    return inside

@@ -134,7 +134,7 @@ def held_out_distractors(test_set: Dataset, task: Task, clips_dir: Path | None) 
     if clips_dir is not None and not clips_dir.is_dir():
         raise UserError(f"--clips-dir {clips_dir} is no folder")
     try:
-        digest = clips_digest(config, task, "test")
+        digest = clips_digest(config, task, "test", test_set.image_size)
     except UserError as error:
         raise UserError(
             f"the evaluation needs the clips that made {test_set.folder}; name their folder with --clips-dir ({error})"
@@ -157,6 +157,7 @@ def rollout(
     episodes: int,
     num_envs: int,
     device: torch.device,
+    image_size: int | None = None,
     max_steps: int | None = None,
 ) -> dict[str, Any]:
     """Runs the deterministic policy `act` for `episodes` episodes on held-out (test split) backgrounds.
@@ -166,6 +167,7 @@ def rollout(
         render: what the policy sees, clean or distractor.
         distractors, quality: as for `common.envs.make_env`.
         num_envs: environments in parallel, one process each; does not change the result's episodes.
+        image_size: height and width of the frames, if not the task's.
         max_steps: shorter episodes than the task's.
 
     Returns ``return_mean``, ``return_std``, ``returns``, ``lengths`` and, on Meta-World, ``success_rate``.
@@ -176,7 +178,7 @@ def rollout(
     num_envs = min(num_envs, episodes)
     make = partial(
         make_env, task.name, split="test", renders=(render,), masks=False, quality=quality,
-        distractors=distractors, max_steps=max_steps,
+        distractors=distractors, image_size=image_size, max_steps=max_steps,
     )  # fmt: skip
     makers = [partial(_Episodes, make, first, num_envs, episodes) for first in range(num_envs)]
     if num_envs == 1:

@@ -1,26 +1,31 @@
-"""Expert policies of the Distracting Control Suite tasks: the shipped students and the LAOM teachers.
+"""Expert policies: the shipped students and the LAOM teachers of the Control Suite, Meta-World's scripted policies.
 
-Both act through the same numpy network. It uses only elementwise products and sums in a fixed order, no BLAS, so an
-action is the same to the last bit for one state or a batch, whatever the number of threads or the BLAS build.
+Students and teachers act through the same numpy network. It uses only elementwise products and sums in a fixed order,
+no BLAS, so an action is the same to the last bit for one state or a batch, whatever the number of threads or the BLAS
+build.
 """
 
 import hashlib
+import inspect
 import json
 import os
 import urllib.error
 import urllib.request
+import warnings
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load as load_tensors
 
 from common.errors import UserError
+from common.rendering import import_simulator
 from common.runs import atomic_path
+from common.tasks import get_task
 
 EXPERT_FORMAT_VERSION = 1
 STUDENT_DIR = Path(__file__).parents[1] / "experts"
@@ -137,20 +142,68 @@ class Expert:
         return x.reshape(*state.shape[:-1], self.action_dim)
 
 
-def load_expert(env: str, kind: Literal["student", "laom"] = "student", expert_dir: Path | None = None) -> Expert:
-    """The expert policy of a Distracting Control Suite task.
+@dataclass(frozen=True)
+class ScriptedExpert:
+    """A scripted policy of Meta-World. Its commands are clipped to [-1, 1], as the environment does."""
+
+    env: str
+    policy: Any
+    sha256: str
+    """Of the policy's source code and of what it calls in the same package."""
+    name: Literal["scripted"] = "scripted"
+    state_dim: int = 39
+    action_dim: int = 4
+
+    def act(self, state: np.ndarray) -> np.ndarray:
+        """state (S,) or (B, S) -> float32 action (A,) or (B, A), in [-1, 1]. ValueError if the state has another size.
+
+        The state tells the goal, as that of `common.envs.make_env` does.
+        """
+        state = np.asarray(state)
+        if state.ndim not in (1, 2) or state.shape[-1] != self.state_dim:
+            raise ValueError(f"{self.env}: state has shape {state.shape}, expected (..., {self.state_dim})")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Constant")  # that it commands more than 1
+            actions = [self.policy.get_action(row) for row in np.atleast_2d(state)]
+        return np.clip(actions, -1, 1).astype(np.float32).reshape(*state.shape[:-1], self.action_dim)
+
+
+ExpertName = Literal["student", "laom", "scripted"]
+
+
+def load_expert(env: str, kind: ExpertName = "student", expert_dir: Path | None = None) -> Expert | ScriptedExpert:
+    """The expert policy of a task.
 
     "student" reads `<expert_dir>/<env>.safetensors` (default: this repository's `experts/`). "laom" reads the
-    published teacher below `expert_dir`, or downloads it once into the user's cache.
+    published teacher below `expert_dir`, or downloads it once into the user's cache. "scripted" is the only expert of
+    Meta-World's tasks and comes with its package.
     Raises UserError if the file is missing, damaged or another one than expected, and if the download fails.
     """
-    if env not in LAOM_FILES:
-        raise UserError(f"There is no {kind} expert for {env}; there is one for {', '.join(EXPERT_ENVS)}.")
+    suite = get_task(env).suite
+    if kind not in ("student", "laom", "scripted"):
+        raise UserError(f"Unknown expert {kind!r}: choose student, laom or scripted.")
+    if (kind == "scripted") != (suite == "dmw"):
+        kinds = "scripted" if suite == "dmw" else "student or laom"
+        raise UserError(f"There is no {kind} expert for {env}: choose {kinds}.")
+    if kind == "scripted":
+        if expert_dir is not None:
+            raise UserError(f"--expert-dir has no meaning for {env}: its expert is a scripted policy of Meta-World.")
+        return _load_scripted(env)
     if kind == "student":
         return _load_student(env, Path(expert_dir or STUDENT_DIR) / f"{env}.safetensors")
-    if kind == "laom":
-        return _load_laom(env, expert_dir)
-    raise UserError(f"Unknown expert {kind!r}: choose student or laom.")
+    return _load_laom(env, expert_dir)
+
+
+def default_expert(env: str) -> ExpertName:
+    """The expert that needs no download."""
+    return "scripted" if get_task(env).suite == "dmw" else "student"
+
+
+def _load_scripted(env: str) -> ScriptedExpert:
+    policies = import_simulator("metaworld.policies")
+    policy = policies.ENV_POLICY_MAP[f"{env}-v3"]()
+    sources = [inspect.getsource(part) for part in (type(policy), policies.policy, policies.action)]
+    return ScriptedExpert(env, policy, hashlib.sha256("".join(sources).encode()).hexdigest())
 
 
 def weights_sha256(tensors: dict[str, np.ndarray]) -> str:

@@ -304,7 +304,7 @@ def test_without_a_working_egl_physics_runs_and_rendering_names_the_package():
 
 
 def test_egl_is_probed_before_osmesa_is_chosen():
-    probe = "from common.envs import _egl_starts; print(_egl_starts())"
+    probe = "from common.rendering import _egl_starts; print(_egl_starts())"
     assert run_python(probe, __EGL_VENDOR_LIBRARY_DIRS="/nonexistent").stdout == "False\n"
     if os.environ["MUJOCO_GL"] == "egl":
         assert run_python(probe).stdout == "True\n"

@@ -137,7 +137,7 @@ def test_missing_files_and_unknown_tasks_are_user_errors(tmp_path):
         load_expert("cheetah-run", "student", tmp_path)
     with pytest.raises(UserError, match=r"checkpoint\.pt is missing.*dunnolab/laom"):
         load_expert("cheetah-run", "laom", tmp_path)
-    with pytest.raises(UserError, match="no student expert for reach"):
+    with pytest.raises(UserError, match="no student expert for reach: choose scripted"):
         load_expert("reach")
 
 
