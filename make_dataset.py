@@ -50,7 +50,7 @@ QUICK_STEPS = 250
 QUICK = {"episode_length": QUICK_STEPS, "quality": "fast", "camera_scale": 0.0, "color_scale": 0.0}
 QUICK_TRANSITIONS = {  # by suite
     "dcs": {"train_transitions": 60 * QUICK_STEPS, "test_transitions": 12 * QUICK_STEPS},
-    "dmw": {"train_transitions": 8000, "test_transitions": 2000, "image_size": 64},
+    "dmw": {"train_transitions": 6000, "test_transitions": 1500, "image_size": 64},
 }
 
 
@@ -96,7 +96,7 @@ class Args:
     seed: int = 0
     """Base seed; every episode's seed follows from it, the task, the split and the episode's number."""
     quick: bool = False
-    """A small set for two cores: 15,000 train and 3,000 test transitions (8,000 and 2,000 on Meta-World, at 64 pixels),
+    """A small set for two cores: 15,000 train and 3,000 test transitions (6,000 and 1,500 on Meta-World, at 64 pixels),
     episodes of at most 250 steps, fast rendering, moving backgrounds only (a few minutes of training do not suffice
     under a moving camera)."""
     verify: bool = False

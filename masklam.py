@@ -136,11 +136,12 @@ class Args:
             raise UserError("--mask-dilation goes from -3 to 3, --occlusion from 0 to 0.75, --max-offset from 1 up")
 
 
-# What differs from the defaults above on Distracting Meta-World, and with --quick.
+# What differs from the defaults above on Distracting Meta-World, with --quick, and with both.
 DMW = {"batch_size": 128, "lam_epochs": 4, "lam_lr": 3e-4, "policy_epochs": 4, "policy_lr": 2e-4}
 QUICK = {"idm_scale": 1, "fdm_scale": 1, "policy_scale": 1, "batch_size": 32, "lam_updates": 640, "lam_lr": 1e-3}
 QUICK |= {"policy_updates": 300, "policy_lr": 1e-3, "decoder_updates": 2000, "num_labels": 5000, "eval_episodes": 4}
 QUICK |= {"eval_envs": 2, "log_every": 20, "checkpoint_every": 100}
+QUICK_DMW = {"lam_updates": 240, "policy_updates": 200, "eval_steps": 250}
 # --- end method ---
 
 
@@ -150,7 +151,8 @@ def defaults(argv: list[str]) -> Args:
     parser.add_argument("--env", default=Args.env)
     parser.add_argument("--quick", action="store_true")
     known, _ = parser.parse_known_args(argv)
-    changes = (DMW if get_task(known.env).suite == "dmw" else {}) | (QUICK if known.quick else {})
+    dmw = get_task(known.env).suite == "dmw"
+    changes = (DMW if dmw else {}) | (QUICK if known.quick else {}) | (QUICK_DMW if dmw and known.quick else {})
     return replace(Args(), env=known.env, quick=known.quick, **changes)
 
 

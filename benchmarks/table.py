@@ -1,4 +1,4 @@
-"""One table from finished runs: NMSE with its untrained control, return, seconds per stage; and where the pictures are.
+"""One table from finished runs: NMSE with its untrained control, return, success rate, seconds per stage; and where the pictures are.
 
 python -m benchmarks.table runs/lapo/cheetah-run/quick/seed1 runs/masklam/cheetah-run/quick/seed1
 """
@@ -36,15 +36,16 @@ def read_result(run_dir: Path) -> dict[str, Any]:
 def table(results: list[dict[str, Any]]) -> str:
     """A Markdown table, one line per run."""
     stages = list(dict.fromkeys(stage for result in results for stage in result["seconds"]))
-    head = ["method", "env", "variant", "seed", "NMSE", "untrained", "return", "of the paper's expert"]
+    head = ["method", "env", "variant", "seed", "NMSE", "untrained", "return", "success", "of the paper's expert"]
     lines = [head + [f"{stage} s" for stage in stages]]
     for result in results:
         metrics = result["metrics"]
-        share = metrics["eval/normalised_paper"]
+        share, success = metrics["eval/normalised_paper"], metrics.get("eval/success_rate")
         lines.append(
             [result["script"], result["env"], result["variant"], str(result["seed"])]
             + [f"{metrics['eval/nmse']:.3f}", f"{metrics['eval/nmse_untrained']:.3f}"]
-            + [f"{metrics['eval/return']:.1f}", "-" if share is None else f"{100 * share:.1f}%"]
+            + [f"{metrics['eval/return']:.1f}", "-" if success is None else f"{success:.2f}"]
+            + ["-" if share is None else f"{100 * share:.1f}%"]
             + [f"{result['seconds'].get(stage, float('nan')):.0f}" for stage in stages]
         )
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]

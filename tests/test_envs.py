@@ -1,6 +1,7 @@
 import functools
 import itertools
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,13 @@ import numpy as np
 import pytest
 
 from common.distractors import DistractorConfig
-from common.envs import make_env, physics_random_state
+from common.envs import make_env, physics_random_state, physics_seed
 from common.errors import UserError
+from common.experts import load_expert
 from common.tasks import TASKS, get_task
 
-DCS = ["cheetah-run", "walker-run", "hopper-hop", "humanoid-walk"]
+DCS = [name for name, task in TASKS.items() if task.suite == "dcs"]
+DMW = [name for name, task in TASKS.items() if task.suite == "dmw"]
 SYNTHETIC = DistractorConfig(backgrounds="synthetic", num_videos=2)
 ROOT = Path(__file__).parents[1]
 
@@ -48,8 +51,8 @@ def assert_same(one: list[dict], other: list[dict], keys: set[str] | None = None
 
 
 def test_task_table_matches_the_environments():
-    assert len(TASKS) == 14
-    for name in DCS:
+    assert len(DCS) == 4 and len(DMW) == 10
+    for name in TASKS:
         task = get_task(name)
         env = make_env(name, renders=())
         observation, _ = env.reset(seed=0)
@@ -115,7 +118,7 @@ def test_episodes_end_by_truncation_only(limit, max_steps):
 # --- determinism and independence ---
 
 
-@pytest.mark.parametrize("name", DCS)
+@pytest.mark.parametrize("name", TASKS)
 def test_same_seed_same_pixels(name):
     first = fast(name)
     expected = rollout(first, 5)
@@ -258,6 +261,183 @@ def test_image_size_and_render_selection():
     assert set(observation) == {"state", "distractor/observation"}
     assert observation["distractor/observation"].shape == (32, 32, 3)
     assert observation in env.observation_space
+    env.close()
+
+
+# --- Meta-World ---
+
+
+def official(env: gymnasium.Env) -> gymnasium.Env:
+    """Meta-World's own environment with the objects and the goal where the present episode of `env` has them."""
+    from metaworld.env_dict import ALL_V3_ENVIRONMENTS
+    from metaworld.types import Task
+
+    name, size = f"{env.unwrapped.task.name}-v3", 128
+    kind = ALL_V3_ENVIRONMENTS[name]
+    result = kind(render_mode="rgb_array", camera_name="corner", width=size, height=size)
+    drawn = {"env_cls": kind, "rand_vec": env.unwrapped._env._last_rand_vec, "partially_observable": False}
+    result.set_task(Task(env_name=name, data=pickle.dumps(drawn)))
+    return result
+
+
+@pytest.mark.parametrize("name", DMW)
+def test_physics_is_meta_worlds(name):
+    """The same states and rewards with rendering on, after another episode."""
+    rng = np.random.default_rng(0)
+    env = fast(name, renders=("clean",), masks=False, image_size=16)
+    env.reset(seed=1)
+    env.step(np.ones(4))
+    observation, _ = env.reset(seed=2)
+    reference = official(env)
+    expected, _ = reference.reset()
+    goal = reference.data.site("hole" if name == "button-press-topdown" else "goal").xpos
+    for _ in range(12):
+        assert np.array_equal(observation["state"], expected.astype(np.float32))
+        action = rng.uniform(-2, 2, 4)
+        expected, expected_reward, _, _, info = reference.step(np.clip(action, -1, 1))
+        observation, reward, terminated, _, ours = env.step(action)
+        assert reward == expected_reward and terminated == ours["success"] == bool(info["success"])
+    assert np.array_equal(observation["state"], expected.astype(np.float32))
+    assert np.allclose(observation["state"][36:], reference._target_pos, atol=1e-6)
+    if name != "button-press-topdown":
+        assert np.allclose(goal, reference._target_pos)  # the marker in the picture is where the goal is
+    env.close()
+    reference.close()
+
+
+def test_positions_are_drawn_anew_and_from_the_seed():
+    env = make_env("pick-place", renders=())
+    goals = [tuple(env.reset(seed=seed)[0]["state"][36:]) for seed in (0, 1, 2, 0)]
+    assert len(set(goals)) == 3 and goals[0] == goals[3]
+    env.unwrapped._env.seed(physics_seed(1))
+    assert env.unwrapped._env.np_random.uniform() == np.random.default_rng(physics_seed(1)).uniform()
+
+
+@pytest.mark.parametrize("name", DMW)
+def test_full_clean_render_is_meta_worlds_turned_the_right_way_up(name):
+    env = make_env(name, distractors=SYNTHETIC)
+    env.reset(seed=3)
+    reference = official(env)
+    reference.reset()
+    for _ in range(2):
+        observation, *_ = env.step(np.array([0.5, 1, -0.5, 1]))
+        reference.step(np.array([0.5, 1, -0.5, 1]))
+    assert np.array_equal(observation["clean/observation"], reference.render()[::-1, ::-1])
+    reference.close()
+    env.close()
+
+
+def test_the_picture_of_meta_world_is_upright_and_not_mirrored():
+    """Lifting the hand moves its fingers up in the picture, moving it along +x moves them to the right."""
+    env = fast("reach", renders=("clean",))
+
+    def finger(action):  # row and column of the white finger
+        env.reset(seed=0)
+        for _ in range(15):
+            observation, *_ = env.step(np.array(action, np.float32))
+        white = (observation["clean/observation"] > 200).all(2) & observation["clean/mask"]
+        return np.argwhere(white).mean(0)
+
+    middle, up, x = finger([0, 0, 0, 0]), finger([0, 0, 1, 0]), finger([1, 0, 0, 0])
+    assert up[0] < middle[0] - 5
+    # The camera stands at (-1.1, -0.4, 0.6) and looks along (1, 1, -0.4): +x is to the right of what it looks at.
+    assert x[1] > middle[1] + 5
+    env.close()
+
+
+@pytest.mark.parametrize("name", DMW)
+def test_clip_replaces_exactly_what_is_neither_geom_nor_marker(name, tmp_path):
+    import imageio.v3 as iio
+
+    rng = np.random.default_rng(0)
+    for clip in ("a", "b"):
+        (tmp_path / clip).mkdir()
+        iio.imwrite(tmp_path / clip / "0.png", rng.integers(0, 256, (128, 128, 3), np.uint8))
+    env = fast(name, distractors=DistractorConfig(str(tmp_path)))
+    env.reset(seed=0)
+    observation, *_ = env.step(np.zeros(4))
+    clean, distracting = observation["clean/observation"], observation["distractor/observation"]
+    assert np.array_equal(observation["clean/mask"], observation["distractor/mask"])
+    clip = env.unwrapped._player.frame
+    shown = (distracting == clip).all(2)
+    assert np.array_equal(distracting[~shown], clean[~shown])
+    # What a render without floor and sky would leave black is what the clip fills.
+    renderer, model = env.unwrapped._renderer, env.unwrapped.model
+    floor = model.geom("floor").id
+    model.geom_rgba[floor, 3] = 0
+    model.geom_matid[floor] = -1
+    sky = (renderer.render(clip)["clean/observation"] == clean[0, 0]).all(2)
+    assert (sky & ~shown).sum() < 60  # fine cracks in meshes, which show the sky
+    assert (shown & ~sky).sum() <= 2
+    assert not shown[observation["clean/mask"]].any()
+    env.close()
+
+
+@pytest.mark.parametrize("name", DMW)
+def test_robot_mask_is_what_changes_when_the_robot_is_made_invisible(name):
+    env = fast(name)
+    env.reset(seed=0)
+    observation, *_ = env.step(np.array([0, 1, 0, 1]))
+    renderer, model = env.unwrapped._renderer, env.unwrapped.model
+    mask = observation["clean/mask"]
+    robot = {model.body("base").id}
+    for body in range(model.nbody):
+        if model.body_parentid[body] in robot:
+            robot.add(body)
+    assert {"hand", "rightclaw", "leftpad"} <= {model.body(body).name for body in robot}
+    model.geom_rgba[np.isin(model.geom_bodyid, list(robot)), 3] = 0
+    model.site_rgba[np.isin(model.site_bodyid, list(robot)), 3] = 0
+    empty = renderer.render(env.unwrapped._player.frame)
+    changed = (observation["clean/observation"] != empty["clean/observation"]).any(2)
+    assert mask[changed].all() and not empty["clean/mask"].any()
+    assert changed[mask].mean() > 0.97  # where the meshes have cracks, the picture shows what is behind
+    env.close()
+
+
+@pytest.mark.parametrize("name", DMW)
+def test_robot_is_in_view_and_its_mask_has_no_holes_of_a_pixel(name):
+    env = fast(name, renders=("clean",))
+    expert = load_expert(name, "scripted")
+    observation, _ = env.reset(seed=5)
+    holes = []
+    for _ in range(40):
+        mask = observation["clean/mask"]
+        assert 0.05 < mask.mean() < 0.5
+        around = np.stack([mask[:-2, 1:-1], mask[2:, 1:-1], mask[1:-1, :-2], mask[1:-1, 2:]]).all(0)
+        holes.append((around & ~mask[1:-1, 1:-1]).sum())
+        observation, _, terminated, *_ = env.step(expert.act(observation["state"]))
+        if terminated:
+            break
+    assert np.mean(holes) < 2
+    env.close()
+
+
+def test_episodes_of_meta_world_end_on_success_or_after_500_steps():
+    expert = load_expert("reach", "scripted")
+    env = make_env("reach", renders=())
+    for seed in range(2):
+        observation, _ = env.reset(seed=seed)
+        for step in range(1, 501):
+            observation, _, terminated, truncated, info = env.step(expert.act(observation["state"]))
+            assert terminated == info["success"] and truncated == (step == 500)
+            if terminated:
+                break
+        assert terminated and step < 100
+    env.reset(seed=0)
+    assert [env.step(np.zeros(4))[2:4] for _ in range(500)] == [(False, False)] * 499 + [(False, True)]
+    with pytest.raises(UserError, match="ends after 500 steps"):
+        make_env("reach", max_steps=501)
+
+
+def test_first_frame_shows_the_objects_where_they_are():
+    """Meta-World moves objects at the end of its reset without telling MuJoCo: without a refresh, frame 0 is stale."""
+    env = fast("window-open", renders=("clean",), masks=False)
+    first = [env.reset(seed=seed)[0]["clean/observation"] for seed in (0, 1)]
+    for seed in (0, 1):
+        env.reset(seed=seed)
+        mujoco.mj_forward(env.unwrapped.model, env.unwrapped.data)
+        assert np.array_equal(env.unwrapped._renderer.render(None)["clean/observation"], first[seed])
+    assert (first[0] != first[1]).any(2).sum() > 50  # the window stands elsewhere
     env.close()
 
 
