@@ -1,4 +1,4 @@
-"""One table from finished runs: NMSE with its untrained control, return, success rate, seconds per stage; and where the pictures are.
+"""One table from finished runs: NMSE with its untrained control, return, success rate, seconds; and where pictures are.
 
 python -m benchmarks.table runs/lapo/cheetah-run/quick/seed1 runs/masklam/cheetah-run/quick/seed1
 """
