@@ -1,10 +1,12 @@
 """Speed of the environments on one core: states and frames per second, by quality and by what is rendered.
 
-    python -m benchmarks.rendering --envs cheetah-run --out benchmarks/results/rendering.json
+    python -m benchmarks.rendering --envs cheetah-run window-open --out benchmarks/results/rendering.json
 
 One process steps one environment with random actions. "both" renders the clean and the distractor view of every state,
 "masks" renders both with their masks, as make_dataset.py does, and "physics" renders nothing. Rates are per second and
-per second of CPU time: where a software renderer draws the frames, the second one is what a core gives.
+per second of CPU time: where a software renderer draws the frames, the second one is what a core gives. With --settings
+the clean render is also measured in full quality with one of its costly settings switched off at a time. "own" is the
+simulator's own rendering call with its own settings, one frame for each state.
 """
 
 import contextlib
@@ -14,6 +16,7 @@ import shlex
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,25 +29,29 @@ from common.envs import make_env
 from common.errors import UserError
 from common.tasks import TASKS
 
-Kind = Literal["physics", "clean", "distractor", "both", "masks"]
+Kind = Literal["physics", "own", "clean", "distractor", "both", "masks"]
 Quality = Literal["full", "fast"]
 RENDERS: dict[str, tuple[str, ...]] = {
     "physics": (),
+    "own": (),
     "clean": ("clean",),
     "distractor": ("distractor",),
     "both": ("clean", "distractor"),
     "masks": ("clean", "distractor"),
 }
+SETTINGS = ("shadows", "reflections", "multisampling", "round shapes")  # what the fast quality saves
 
 
 @dataclass
 class Args:
-    envs: tuple[str, ...] = tuple(name for name, task in TASKS.items() if task.suite == "dcs")
+    envs: tuple[str, ...] = tuple(TASKS)
     """tasks to measure"""
-    kinds: tuple[Kind, ...] = ("physics", "clean", "distractor", "both", "masks")
+    kinds: tuple[Kind, ...] = ("physics", "own", "clean", "distractor", "both", "masks")
     """what to render"""
     qualities: tuple[Quality, ...] = ("full", "fast")
     """full: as the paper; fast: without shadows, reflections and multisampling"""
+    settings: bool = False
+    """also measure full quality without each of the settings that the fast one saves"""
     windows: int = 3
     """timed windows of each measurement; their median is reported"""
     window_seconds: float = 2.0
@@ -71,8 +78,37 @@ def renderer() -> str | None:
     return None
 
 
-def measure(env_name: str, kind: Kind, quality: Quality, args: Args) -> dict[str, Any]:
-    """Times one environment."""
+def physics_of(env: Any) -> tuple[Any, Any]:
+    """MuJoCo's model and state of an environment."""
+    if env.task.suite == "dmw":
+        return env.model, env.data
+    return env.physics.model.ptr, env.physics.data.ptr
+
+
+def switch_off(env: Any, setting: str) -> Callable[[], None]:
+    """Takes one of SETTINGS out of the model, before OpenGL starts. Returns what to do after the first reset."""
+    import mujoco
+
+    quality, flags = physics_of(env)[0].vis.quality, mujoco.mjtRndFlag
+    if setting == "multisampling":
+        quality.offsamples = 0
+    elif setting == "round shapes":
+        quality.numslices, quality.numstacks = 16, 8
+    elif setting == "shadows":
+        quality.shadowsize = 0
+    off = {"shadows": flags.mjRND_SHADOW, "reflections": flags.mjRND_REFLECTION}.get(setting)
+
+    def finish() -> None:
+        renderer = env._renderer
+        for scene in [renderer._scene] if env.task.suite == "dmw" else renderer._scenes.values():
+            if off is not None:
+                scene.flags[off] = 0
+
+    return finish
+
+
+def measure(env_name: str, kind: Kind, quality: Quality, args: Args, without: str | None = None) -> dict[str, Any]:
+    """Times one environment; `without` is one of SETTINGS."""
     env = make_env(
         env_name,
         renders=RENDERS[kind],
@@ -81,10 +117,19 @@ def measure(env_name: str, kind: Kind, quality: Quality, args: Args) -> dict[str
         distractors=DistractorConfig(backgrounds=args.backgrounds, davis_dir=args.davis_dir),
         image_size=args.image_size,
     )
+    own, size = None, args.image_size or env.task.image_size
+    finish = switch_off(env, without) if without else None
     try:
         rng = np.random.default_rng(args.seed)
         start = time.perf_counter()
         env.reset(seed=args.seed)  # starts OpenGL and reads the clips
+        if finish:
+            finish()
+        if kind == "own":
+            import mujoco
+
+            model, data = physics_of(env)
+            own = mujoco.Renderer(model, size, size)
         first_reset = time.perf_counter() - start
         start = time.perf_counter()
         env.reset(seed=args.seed + 1)
@@ -98,6 +143,9 @@ def measure(env_name: str, kind: Kind, quality: Quality, args: Args) -> dict[str
                 if runs.stop_requested():
                     raise runs.Stopped("nothing is written")
                 _, _, terminated, truncated, _ = env.step(rng.uniform(low, high).astype(np.float32))
+                if own:
+                    own.update_scene(data, env.task.camera)
+                    own.render()
                 count += 1
                 spent = time.perf_counter() - start
                 if terminated or truncated:
@@ -106,14 +154,17 @@ def measure(env_name: str, kind: Kind, quality: Quality, args: Args) -> dict[str
             if window:  # the first one warms up
                 rates.append(count / spent)
                 cpu_rates.append(count / (time.process_time() - cpu_start))
-        gl = renderer() if RENDERS[kind] else None
+        gl = renderer() if kind != "physics" else None
     finally:
+        if own:
+            own.close()
         env.close()
-    frames = len(RENDERS[kind])
+    frames = 1 if own else len(RENDERS[kind])
     return {
         "env": env_name,
         "kind": kind,
-        "quality": quality,
+        "quality": quality + (f" without {without}" if without else ""),
+        "image_size": size,
         "states_per_s": statistics.median(rates),
         "states_per_s_windows": rates,
         "states_per_cpu_s": statistics.median(cpu_rates),
@@ -145,10 +196,13 @@ def main(args: Args) -> None:
     for env_name in args.envs:
         for quality in args.qualities:
             for kind in args.kinds:
-                if kind == "physics" and quality != args.qualities[0]:
-                    continue  # the quality changes only what is rendered
+                if kind in ("physics", "own") and quality != args.qualities[0]:
+                    continue  # the quality changes only what this project renders
                 measurements.append(measure(env_name, kind, quality, args))
                 print(f"{env_name}, {quality}, {kind}: {measurements[-1]['states_per_s']:,.1f} states/s", flush=True)
+        for setting in SETTINGS if args.settings else ():
+            measurements.append(measure(env_name, "clean", "full", args, without=setting))
+            print(f"{env_name}, full without {setting}: {measurements[-1]['states_per_s']:,.1f} states/s", flush=True)
     print(table(measurements))
     names = {entry["renderer"] for entry in measurements} - {None}
     print(f"renderer: {', '.join(sorted(names)) or '-'}, MUJOCO_GL={os.environ.get('MUJOCO_GL', '')}")

@@ -164,7 +164,7 @@ class ScriptedExpert:
             raise ValueError(f"{self.env}: state has shape {state.shape}, expected (..., {self.state_dim})")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Constant")  # that it commands more than 1
-            actions = [self.policy.get_action(row) for row in np.atleast_2d(state)]
+            actions = [self.policy.get_action(row.copy()) for row in np.atleast_2d(state)]  # some write into it
         return np.clip(actions, -1, 1).astype(np.float32).reshape(*state.shape[:-1], self.action_dim)
 
 

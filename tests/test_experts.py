@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 import common.experts as experts
 from common.envs import make_env
 from common.errors import UserError
-from common.experts import EXPERT_ENVS, LAOM_FILES, STUDENT_DIR, STUDENT_METADATA, load_expert
+from common.experts import EXPERT_ENVS, LAOM_FILES, STUDENT_DIR, STUDENT_METADATA, default_expert, load_expert
 from common.tasks import TASKS
 from make_experts import Args, action_variance, distillation_loss, episode_seed, main, rollout
 
@@ -365,3 +365,37 @@ def test_missing_teacher_is_one_line_and_exit_code_1(tmp_path):
     )
     assert result.returncode == 1
     assert len(result.stderr.splitlines()) == 1 and "checkpoint.pt is missing" in result.stderr
+
+
+# --- Meta-World's scripted policies ---
+
+
+@pytest.mark.parametrize("env", [name for name, task in TASKS.items() if task.suite == "dmw"])
+def test_scripted_expert_succeeds_with_clipped_actions(env):
+    expert = load_expert(env, "scripted")
+    world, states, actions, successes = make_env(env, renders=()), [], [], 0
+    for seed in range(3):
+        observation, _ = world.reset(seed=seed)
+        done = False
+        while not done:
+            states.append(observation["state"])
+            actions.append(expert.act(observation["state"]))
+            observation, _, terminated, truncated, _ = world.step(actions[-1])
+            done = terminated or truncated
+        successes += terminated
+    assert successes >= 2
+    assert np.array(actions).dtype == np.float32 and abs(np.array(actions)).max() == 1
+    np.testing.assert_array_equal(expert.act(np.array(states)), actions)
+    assert len(expert.sha256) == 64 and expert.sha256 != load_expert("cheetah-run").sha256
+
+
+def test_scripted_experts_are_for_meta_world_only(tmp_path):
+    with pytest.raises(UserError, match="no scripted expert for cheetah-run: choose student or laom"):
+        load_expert("cheetah-run", "scripted")
+    with pytest.raises(UserError, match="--expert-dir has no meaning for push"):
+        load_expert("push", "scripted", tmp_path)
+    with pytest.raises(UserError, match="Unknown expert 'teacher'"):
+        load_expert("push", "teacher")
+    with pytest.raises(ValueError, match=r"push: state has shape \(38,\)"):
+        load_expert("push", "scripted").act(np.zeros(38))
+    assert [default_expert(env) for env in ("push", "walker-run")] == ["scripted", "student"]

@@ -29,10 +29,14 @@ ARGUMENTS = [
     *("--train-transitions", "155", "--test-transitions", "60", "--episodes-per-shard", "2"),
 ]
 TRAIN, TEST = 4, 2  # shards
+DMW_ARGUMENTS = [
+    *("--env", "reach", "--quick", "--backgrounds", "synthetic", "--num-videos", "2", "--image-size", "32"),
+    *("--train-transitions", "160", "--test-transitions", "60", "--episodes-per-shard", "1"),
+]
 
 
-def start(data_dir, workers, *more):
-    command = [sys.executable, "make_dataset.py", *ARGUMENTS, "--data-dir", data_dir, "--workers", workers, *more]
+def start(data_dir, workers, *more, base=ARGUMENTS):
+    command = [sys.executable, "make_dataset.py", *base, "--data-dir", data_dir, "--workers", workers, *more]
     return subprocess.Popen(
         list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -63,11 +67,11 @@ def is_worker(pid):
         return False
 
 
-def arguments(data_dir, *more):
+def arguments(data_dir, *more, base=ARGUMENTS):
     """Args as the command line gives them."""
     import tyro
 
-    argv = [*ARGUMENTS, "--data-dir", str(data_dir), *map(str, more)]
+    argv = [*base, "--data-dir", str(data_dir), *map(str, more)]
     return tyro.cli(make_dataset.Args, args=argv, default=default_args(argv))
 
 
@@ -196,6 +200,94 @@ def test_interrupted_in_every_way_gives_the_same_bytes(made, tmp_path):
         assert (tmp_path / path).read_bytes() == (made[0] / path).read_bytes(), path
 
 
+@pytest.fixture(scope="module")
+def made_dmw(tmp_path_factory):
+    """A set of Meta-World, made without trouble by two workers, and what was printed."""
+    data_dir = tmp_path_factory.mktemp("made_dmw")
+    process = start(data_dir, 2, "--preview", base=DMW_ARGUMENTS)
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    return data_dir, output
+
+
+def test_content_of_meta_world(made_dmw):
+    data_dir, output = made_dmw
+    expert = load_expert("reach", "scripted")
+    assert "success rate 1.000 (paper's expert 1.0)" in output and "(paper 0.0372)" in output
+    assert (data_dir / "reach" / "train.png").stat().st_size > 10_000
+    for split, transitions in (("train", 160), ("test", 60)):
+        dataset = Dataset(data_dir, "reach", split)
+        lengths = np.diff(dataset.episode_start) - 1
+        assert dataset.image_size == 32 and dataset.expert == {"name": "scripted", "sha256": expert.sha256}
+        assert len(set(lengths)) > 1 and lengths.max() < 100  # they end on success
+        assert dataset.num_transitions == lengths.sum() >= transitions > lengths[:-1].sum()  # and no shard too many
+        assert dataset.episode_success.all()
+        success = np.concatenate([shard.array("success") for shard in dataset.shards])
+        np.testing.assert_array_equal(np.flatnonzero(success), dataset.episode_start[1:] - 2)
+        t = dataset.transitions
+        np.testing.assert_array_equal(dataset.action[t], expert.act(dataset.state)[t])
+        assert abs(dataset.action[t]).max() == 1 and np.isnan(dataset.action[dataset.episode_start[1:] - 1]).all()
+        clean, everything = Dataset(data_dir, "reach", split, "clean"), np.arange(dataset.num_frames)
+        np.testing.assert_array_equal(clean.masks(everything), dataset.masks(everything))
+        robot = np.unpackbits(clean.masks(everything), axis=-1).reshape(-1, 32, 32).astype(bool)
+        same = (clean.frames(everything) == dataset.frames(everything)).all(-1)
+        assert same[robot].all() and 0.2 < (~same).mean() < 0.8
+
+
+def test_meta_world_is_the_same_for_one_worker_and_in_three_pieces(made_dmw, tmp_path):
+    alone, pieces = tmp_path / "alone", tmp_path / "pieces"
+    process = start(alone, 1, base=DMW_ARGUMENTS)
+    assert process.wait(timeout=300) == 0, process.communicate()
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        count = len(shards(pieces))
+        process = start(pieces, 1, base=DMW_ARGUMENTS)
+        wait_for_shards(pieces, count + 1, process)
+        process.send_signal(number)
+        process.communicate(timeout=60)
+        assert process.returncode in (-number, 128 + number)
+    process = start(pieces, 2, base=DMW_ARGUMENTS)
+    assert process.wait(timeout=300) == 0, process.communicate()
+    for folder in (alone, pieces):
+        assert shards(folder) == shards(made_dmw[0]) and not parts(folder)
+        for path in shards(folder):
+            assert (folder / path).read_bytes() == (made_dmw[0] / path).read_bytes(), path
+
+
+def test_all_tasks_one_after_the_other(tmp_path, monkeypatch, capsys):
+    import tyro
+
+    argv = ["--env", "all", "--quick", "--backgrounds", "synthetic", "--num-videos", "1", "--workers", "1"]
+    argv += ["--train-transitions", "40", "--test-transitions", "20", "--image-size", "16", "--preview"]
+    argv += ["--data-dir", str(tmp_path), "--episode-length", "20"]
+    monkeypatch.setattr(make_dataset, "TASKS", {name: make_dataset.TASKS[name] for name in ("hopper-hop", "push")})
+    monkeypatch.setattr(sys, "argv", ["make_dataset.py", *argv])
+    make_dataset.main(tyro.cli(make_dataset.Args, args=argv, default=default_args(argv)))
+    assert "--- hopper-hop" in capsys.readouterr().out
+    for env in ("hopper-hop", "push"):
+        assert (tmp_path / env / "test.png").exists()
+        assert Dataset(tmp_path, env, "train").num_transitions == 40
+
+
+def test_all_tasks_have_their_own_defaults():
+    argv = ["--expert", "laom", "--env", "all", "--quick", "--expert-dir", "here", "--seed", "3"]
+    cheetah, push = make_dataset.task_args(argv, "cheetah-run"), make_dataset.task_args(argv, "push")
+    assert (cheetah.env, cheetah.expert, cheetah.expert_dir) == ("cheetah-run", "laom", Path("here"))
+    assert (push.env, push.expert, push.expert_dir) == ("push", "scripted", None)
+    assert (cheetah.train_transitions, push.train_transitions, push.image_size) == (15_000, 6_000, 64)
+    assert cheetah.seed == push.seed == 3
+    argv = ["--env=all"]
+    assert make_dataset.task_args(argv, "push") == default_args(["--env", "push"])
+    assert make_dataset.task_args(argv, "walker-run") == default_args(["--env", "walker-run"])
+
+
+def test_all_tasks_are_checked_before_the_first_is_made(tmp_path, monkeypatch):
+    argv = ["--env", "all", "--episode-length", "600", "--data-dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["make_dataset.py", *argv])
+    with pytest.raises(UserError, match="episode-length is 600, but reach ends after 500"):
+        make_dataset.main(make_dataset.Args(env="all", episode_length=600, data_dir=tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
 def test_worker_that_fails_ends_the_run(tmp_path):
     obstacle = tmp_path / ENV / "train" / "00000.h5"
     (obstacle / "in the way").mkdir(parents=True)
@@ -306,6 +398,8 @@ def test_limit_of_file_size(tmp_path):
         (("--episode-length", 1001), "ends after 1000 steps"),
         (("--workers", 0), "--workers is 0"),
         (("--num-videos", 0), "--num-videos is 0"),
+        (("--image-size", 60), "--image-size is 60, must be a multiple of 8"),
+        (("--expert", "scripted"), "no scripted expert for walker-run: choose student or laom"),
         (("--expert-dir", "nowhere"), "nowhere"),
         (("--backgrounds", "nowhere"), "nowhere"),
     ],
@@ -316,11 +410,26 @@ def test_impossible_arguments(tmp_path, more, match):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        (("--episode-length", 501), "ends after 500 steps"),
+        (("--expert", "student"), "no student expert for reach: choose scripted"),
+        (("--expert-dir", "somewhere"), "--expert-dir has no meaning for reach"),
+    ],
+)
+def test_impossible_arguments_of_meta_world(tmp_path, more, match):
+    with pytest.raises(UserError, match=match):
+        make_dataset.main(arguments(tmp_path, *more, base=DMW_ARGUMENTS))
+    assert not list(tmp_path.iterdir())
+
+
 def test_defaults():
     args = default_args(["--env", "hopper-hop"])
     assert (args.train_transitions, args.test_transitions, args.episode_length) == (9_000_000, 1_000_000, 1000)
     args = default_args(["--env=push"])
     assert (args.train_transitions, args.test_transitions, args.episode_length) == (1_000_000, 100_000, 500)
+    assert (args.image_size, args.expert) == (128, "scripted")
     args = default_args(["--quick", "--env", "hopper-hop"])
     assert (args.train_transitions, args.test_transitions, args.quality) == (15_000, 3_000, "fast")
     with pytest.raises(UserError, match="did you mean 'walker-run'"):
