@@ -57,8 +57,12 @@ def write(
     action_dim: int = 6,
     env: str = "cheetah-run",
     moving: bool = True,
+    success: tuple[bool, ...] | None = None,
 ) -> Path:
-    """Writes both splits of a planted set (episodes of `length` transitions) and returns `data_dir`."""
+    """Writes both splits of a planted set (episodes of `length` transitions) and returns `data_dir`.
+
+    `success`: for Meta-World, whether each of the train episodes succeeds at its end; those of the test split do.
+    """
     for number, (split, episodes) in enumerate((("train", train), ("test", test))):
         plan = {
             "env": env,
@@ -66,7 +70,7 @@ def write(
             "image_size": size,
             "action_dim": action_dim,
             "state_dim": 2,
-            "success": False,
+            "success": success is not None,
             "renders": ["clean", "distractor"],
             "num_shards": 1,
             "num_transitions": episodes * length,
@@ -75,7 +79,9 @@ def write(
             "quality": "fast",
             "distractors": {
                 "backgrounds": "synthetic",
-                "clips": clips_digest(DistractorConfig(backgrounds="synthetic", num_videos=1), get_task(env), split),
+                "clips": clips_digest(
+                    DistractorConfig(backgrounds="synthetic", num_videos=1), get_task(env), split, size
+                ),
                 "camera_scale": 0.1,
                 "color_scale": 0.1,
             },
@@ -85,6 +91,10 @@ def write(
         rng = np.random.default_rng([number, 7])
         with ShardWriter(folder / "00000.h5", plan, 0, episodes * (length + 1), episodes) as writer:
             for index in range(episodes):
-                writer.append(episode(rng, length, size, action_dim, moving), seed=index)
+                arrays = episode(rng, length, size, action_dim, moving)
+                if success is not None:
+                    arrays["success"] = np.zeros(length + 1, bool)
+                    arrays["success"][length - 1] = split == "test" or success[index]
+                writer.append(arrays, seed=index)
             writer.commit()
     return data_dir

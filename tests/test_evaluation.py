@@ -12,6 +12,7 @@ from common.dataset import Dataset
 from common.distractors import DistractorConfig
 from common.envs import make_env
 from common.errors import UserError
+from common.experts import load_expert
 from common.tasks import get_task
 
 TASK = get_task("cheetah-run")
@@ -90,3 +91,50 @@ def test_returns_are_compared_over_as_many_steps(test_set: Dataset, lengths, pap
     """The planted expert earns 20 in its 20 steps; the paper's 837.67 in 1000."""
     score = evaluation.normalised_score({"return_mean": 418.835, "lengths": lengths}, TASK, test_set)
     assert score == {"normalised_paper": pytest.approx(paper), "normalised_dataset": pytest.approx(dataset)}
+
+
+# --- Meta-World ---
+
+
+def test_success_ends_an_episode_and_is_counted() -> None:
+    """The expert's own actions replayed: the episodes have other lengths, and the last one is cut before success."""
+    task, expert, lengths, returns, script = (
+        get_task("drawer-close"),
+        load_expert("drawer-close", "scripted"),
+        [],
+        [],
+        [],
+    )
+    env = make_env("drawer-close", renders=(), max_steps=80)
+    for episode in range(3):
+        seed = np.random.SeedSequence([evaluation.EVALUATION_SEED, episode]).generate_state(1)[0]
+        state, total, done = env.reset(seed=int(seed))[0]["state"], 0.0, False
+        before = len(script)
+        while not done:
+            script.append(expert.act(state) if episode < 2 else np.zeros(4, np.float32))
+            observation, reward, terminated, truncated, _ = env.step(script[-1])
+            state, total, done = observation["state"], total + reward, terminated or truncated
+        lengths.append(len(script) - before)
+        returns.append(total)
+        script.append(np.ones(4, np.float32))  # the step that resets takes an action too, and ignores it
+    actions = iter(script)
+
+    def replay(frames: torch.Tensor) -> torch.Tensor:
+        assert frames.shape == (1, 3, 16, 16, 3)
+        return torch.from_numpy(next(actions))[None]
+
+    rolled = evaluation.rollout(
+        replay, task, "clean", DISTRACTORS, "fast",
+        episodes=3, num_envs=1, device=torch.device("cpu"), image_size=16, max_steps=80,
+    )  # fmt: skip
+    assert rolled["lengths"] == lengths and lengths[:2] != [80, 80] and lengths[2] == 80
+    assert rolled["returns"] == pytest.approx(returns)
+    assert rolled["success_rate"] == pytest.approx(2 / 3)
+
+
+def test_success_rate_is_compared_with_both_experts(tmp_path: Path) -> None:
+    planted.write(tmp_path, env="door-open", action_dim=4, success=(True, False, True, True))
+    train_set = Dataset(tmp_path, "door-open", "train")
+    assert train_set.episode_success.tolist() == [True, False, True, True]
+    score = evaluation.normalised_score({"success_rate": 0.6, "lengths": [3, 500]}, get_task("door-open"), train_set)
+    assert score == {"normalised_paper": pytest.approx(0.6 / 0.917), "normalised_dataset": pytest.approx(0.8)}

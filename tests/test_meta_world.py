@@ -1,0 +1,67 @@
+"""Every method script on a real, small set of Meta-World: episodes of many lengths, success, both renders."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.dataset import Dataset
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ["lapo", "masklam"]
+ENV = "window-close"
+TINY = (
+    "--quick --batch-size 16 --lam-updates 12 --policy-updates 12 --decoder-updates 60 --num-labels 100 --device cpu "
+    "--eval-episodes 3 --eval-envs 2 --eval-steps 12 --latent-dim 16 --log-every 1"
+).split()
+
+
+def python(*words: str) -> subprocess.CompletedProcess:
+    variables = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, env=variables)
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    data = tmp_path_factory.mktemp("data")
+    flags = "--quick --backgrounds synthetic --num-videos 2 --image-size 32 --workers 1 --episodes-per-shard 1".split()
+    flags += ["--train-transitions", "230", "--test-transitions", "80", "--data-dir", str(data)]
+    done = python("make_dataset.py", "--env", ENV, *flags)
+    assert done.returncode == 0, done.stderr
+    return data
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("render", ["distractor", "clean"])
+def test_end_to_end(script: str, render: str, data_dir: Path, tmp_path: Path) -> None:
+    flags = [*TINY, "--data-dir", str(data_dir), "--runs-dir", str(tmp_path), "--variant", "test"]
+    done = python(f"{script}.py", "--env", ENV, *flags, *(["--no-distractors"] if render == "clean" else []))
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / script / ENV / "test" / "seed1"
+    result = json.loads((run / "result.json").read_text())
+    train_set = Dataset(data_dir, ENV, "train", render)
+    lengths = np.diff(train_set.episode_start) - 1
+    assert len(set(lengths)) > 1 and result["dataset"]["train"]["hash"] == train_set.hash
+    metrics = result["metrics"]
+    assert metrics["eval/success_rate"] == 0  # three steps of twelve do not close a window
+    assert metrics["eval/normalised_paper"] == metrics["eval/normalised_dataset"] == 0
+    assert metrics["eval/nmse"] > 0 and result["rollout"]["lengths"] == [12, 12, 12]
+    assert result["labelled_transitions"] == 100 and len(result["nmse_per_dimension"]) == 4
+    for stage in ("lam", "bc", "decoder"):
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        first, *_, last = [line[f"{stage}/loss"] for line in lines if line["stage"] == stage]
+        assert last < first, stage
+
+
+def test_defaults_of_meta_world() -> None:
+    """The paper's hyperparameters by --env, and the quick ones on top of them."""
+    for script in SCRIPTS:
+        module = __import__(script)
+        plain, quick = module.defaults(["--env", "push"]), module.defaults(["--env", "push", "--quick"])
+        assert (plain.batch_size, plain.lam_lr, plain.policy_lr, plain.lam_epochs) == (128, 3e-4, 2e-4, 4)
+        assert plain.lam_updates is None and plain.eval_steps is None
+        assert quick.lam_updates < module.defaults(["--quick"]).lam_updates and quick.batch_size == 32
