@@ -6,14 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from benchmarks import throughput
+from benchmarks import rendering, throughput
 from lapo import Encoder, ForwardModel
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+METHODS = ("lapo", "masklam")
 TINY = ["--windows", "2", "--window-seconds", "0.01"]
 
 
@@ -147,17 +149,20 @@ def test_peak_of_a_card(name, tera):
 
 def test_rendering(tmp_path):
     out = tmp_path / "rendering.json"
-    done = python("benchmarks.rendering", "--envs", "cheetah-run", *TINY, "--image-size", "32", "--out", str(out))
+    flags = ["--envs", "cheetah-run", "reach", "--settings", "--image-size", "32", "--out", str(out)]
+    done = python("benchmarks.rendering", *flags, *TINY)
     if "OpenGL" in done.stderr and done.returncode == 1:
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
     check_about(result, "benchmarks.rendering")
-    measured = {(entry["kind"], entry["quality"]): entry for entry in result["measurements"]}
-    kinds = ("clean", "distractor", "both", "masks")
-    assert set(measured) == {(kind, quality) for kind in kinds for quality in ("full", "fast")} | {("physics", "full")}
-    for (kind, _), entry in measured.items():
-        views = {"physics": 0, "clean": 1, "distractor": 1, "both": 2, "masks": 2}[kind]
+    measured = {(entry["env"], entry["kind"], entry["quality"]): entry for entry in result["measurements"]}
+    kinds = {(kind, quality) for kind in ("clean", "distractor", "both", "masks") for quality in ("full", "fast")}
+    kinds |= {("clean", f"full without {setting}") for setting in rendering.SETTINGS}
+    kinds |= {("physics", "full"), ("own", "full")}
+    assert set(measured) == {(env, *kind) for env in ("cheetah-run", "reach") for kind in kinds}
+    for (_, kind, _), entry in measured.items():
+        views = {"physics": 0, "own": 1, "clean": 1, "distractor": 1, "both": 2, "masks": 2}[kind]
         assert min(entry[key] for key in ("states_per_s", "states_per_cpu_s", "reset_seconds")) > 0
         assert entry["frames_per_s"] == pytest.approx(views * entry["states_per_s"])
         assert (entry["renderer"] is None) == (kind == "physics")
@@ -168,6 +173,51 @@ def test_rendering_refuses_an_unknown_task():
     assert done.returncode == 1
     assert done.stderr.startswith("rendering.py: error: unknown task 'cheetah'")
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_experts(tmp_path):
+    out = tmp_path / "experts.json"
+    done = python("benchmarks.experts", "--envs", "hopper-hop", "reach", "--episodes", "2", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    check_about(result, "benchmarks.experts")
+    hopper, reach = result["measurements"]
+    assert hopper["expert"] == "student" and hopper["return_mean"] > 200 and "success_rate" not in hopper
+    assert hopper["length_min"] == hopper["length_max"] == 1000
+    assert reach["expert"] == "scripted" and reach["success_rate"] == 1 and reach["length_max"] < 100
+    assert reach["action_variance"] == pytest.approx(np.mean(reach["action_variance_per_dimension"]))
+    assert reach["action_variance"] == pytest.approx(reach["action_variance_succeeded"])
+    assert reach["action_variance"] == pytest.approx(0.0372, rel=0.3) and reach["action_variance_failed"] is None
+    assert "| reach | scripted | 1.00 | 1.0 |" in done.stdout
+    done = python("benchmarks.experts", "--envs", "reach", "--episodes", "0")
+    assert done.returncode == 1 and "--episodes must be at least 1" in done.stderr
+
+
+FAKE_PYTHON = """#!/usr/bin/env bash
+# Stands in for hours of training: notes the command, leaves a result, and fails for one run.
+echo "$@" >> "$COMMANDS"
+case "$*" in
+    "masklam.py --env push"*) exit 3 ;;
+    *.py*--runs-dir*) dir=$folder/runs/${1%.py}/$3/quick/seed1; mkdir -p "$dir"; touch "$dir/result.json" ;;
+esac
+"""
+
+
+def test_loop_over_tasks_goes_on_after_a_failure_and_reports_it(tmp_path):
+    fake, commands, folder = tmp_path / "python", tmp_path / "commands", tmp_path / "all"
+    fake.write_text(FAKE_PYTHON)
+    fake.chmod(0o755)
+    settings = {"PYTHON": str(fake), "COMMANDS": str(commands), "TASKS": "reach push", "JOBS": "1"}
+    done = run("bash", "benchmarks/quick_all_tasks.sh", str(folder), **settings)
+    assert done.returncode == 1 and "some runs failed" in done.stderr
+    lines = commands.read_text().splitlines()
+    started = [line.split(" --quick")[0] for line in lines[:-1]]
+    data = ["make_dataset.py --env reach", "make_dataset.py --env push"]
+    assert started == [*data, *(f"{method}.py --env {env}" for env in ("reach", "push") for method in METHODS)]
+    assert lines[-1].startswith("-m benchmarks.table") and lines[-1].count("/quick/seed1") == 3
+    assert "end masklam push, exit code 3" in (folder / "logs" / "loop.log").read_text()
+    settings["TASKS"] = "reach"
+    assert run("bash", "benchmarks/quick_all_tasks.sh", str(folder), **settings).returncode == 0
 
 
 def test_gpu_script_runs_at_tiny_size(tmp_path):
