@@ -136,7 +136,7 @@ class Args:
             raise UserError("--mask-dilation goes from -3 to 3, --occlusion from 0 to 0.75, --max-offset from 1 up")
 
 
-# What differs from the defaults above on Distracting Meta-World, with --quick, and with both.
+# What differs from the defaults above: on Distracting Meta-World; with --quick; with --quick on Distracting Meta-World.
 DMW = {"batch_size": 128, "lam_epochs": 4, "lam_lr": 3e-4, "policy_epochs": 4, "policy_lr": 2e-4}
 QUICK = {"idm_scale": 1, "fdm_scale": 1, "policy_scale": 1, "batch_size": 32, "lam_updates": 640, "lam_lr": 1e-3}
 QUICK |= {"policy_updates": 300, "policy_lr": 1e-3, "decoder_updates": 2000, "num_labels": 5000, "eval_episodes": 4}
@@ -458,14 +458,12 @@ def updates_for(epochs: float, updates: int | None, sampler: Sampler) -> int:
 
 def main(args: Args) -> None:
     task = get_task(args.env)
-    runs.check_at_least(
-        args, 1, "batch_size", "latent_dim", "idm_scale", "policy_scale", "lam_updates", "policy_updates"
-    )
-    runs.check_at_least(
-        args, 1, "decoder_updates", "decoder_dim", "eval_episodes", "eval_steps", "eval_envs", "log_every"
-    )
-    runs.check_at_least(args, 1, "checkpoint_every")
     runs.check_at_least(args, 0, "seed")
+    runs.check_at_least(args, 1, "batch_size", "latent_dim", "idm_scale", "policy_scale", "decoder_dim", "log_every")
+    runs.check_at_least(args, 1, "lam_updates", "policy_updates", "decoder_updates", "checkpoint_every")
+    runs.check_at_least(args, 1, "eval_episodes", "eval_steps", "eval_envs")
+    if args.eval_steps is not None and args.eval_steps > task.max_steps:
+        raise UserError(f"--eval-steps is {args.eval_steps}, but {task.name} ends after {task.max_steps} steps")
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(
@@ -477,6 +475,9 @@ def main(args: Args) -> None:
     train_set = Dataset(args.data_dir, args.env, "train", render, mask_source)
     test_set = Dataset(args.data_dir, args.env, "test", render, mask_source)
     size, action_dim = train_set.image_size, train_set.action_dim
+    if test_set.image_size != size:
+        sizes = f"{size} pixels, those of {test_set.folder} {test_set.image_size}"
+        raise UserError(f"the frames of {train_set.folder} have {sizes}: make one of them again with make_dataset.py")
     distractors = evaluation.held_out_distractors(test_set, task, args.clips_dir)
     labelled = train_set.labelled(args.num_labels, args.seed)
     variant = runs.variant_name(args, defaults([f"--env={args.env}", *(["--quick"] if args.quick else [])]))

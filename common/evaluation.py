@@ -170,7 +170,8 @@ def rollout(
         image_size: height and width of the frames, if not the task's.
         max_steps: shorter episodes than the task's.
 
-    Returns ``return_mean``, ``return_std``, ``returns``, ``lengths`` and, on Meta-World, ``success_rate``.
+    Returns ``return_mean``, ``return_std``, ``returns``, ``lengths``, ``max_steps`` and, on Meta-World,
+    ``success_rate``.
 
     Raises:
         Stopped: a signal arrived.
@@ -229,6 +230,7 @@ def rollout(
         "return_std": float(returns.std()),
         "returns": returns.tolist(),
         "lengths": lengths.tolist(),
+        "max_steps": max_steps or task.max_steps,
     }
     if task.suite == "dmw":
         result["success_rate"] = float(successes.mean())
@@ -238,13 +240,14 @@ def rollout(
 def normalised_score(rolled: dict[str, Any], task: Task, dataset: Dataset) -> dict[str, float | None]:
     """NR (DCS) or NSR (Meta-World) against both denominators: the paper's expert, and the one that made `dataset`.
 
-    A return can only be compared with one over as many steps: the first is None if the episodes were shorter than the
-    task's, the second if their length is not that of the episodes in `dataset`.
+    A score can only be compared with one over as many steps: the first is None if the episodes had fewer steps than the
+    task's (on Meta-World: had to end after fewer), the second if they had not as many as the episodes in `dataset`.
     """
     if task.suite == "dmw":
         assert dataset.episode_success is not None
         score, expert = rolled["success_rate"], float(dataset.episode_success.mean())
-        full = same = True
+        full = rolled["max_steps"] == task.max_steps
+        same = rolled["max_steps"] == dataset.plan["episode_length"]
     else:
         score, expert = rolled["return_mean"], dataset.mean_return
         steps, made = set(rolled["lengths"]), set((np.diff(dataset.episode_start) - 1).tolist())

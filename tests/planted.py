@@ -74,6 +74,7 @@ def write(
             "renders": ["clean", "distractor"],
             "num_shards": 1,
             "num_transitions": episodes * length,
+            "episode_length": length,
             "expert": "planted",
             "expert_sha256": "",
             "quality": "fast",

@@ -128,7 +128,7 @@ def test_success_ends_an_episode_and_is_counted() -> None:
         episodes=3, num_envs=1, device=torch.device("cpu"), image_size=16, max_steps=80,
     )  # fmt: skip
     assert rolled["lengths"] == lengths and lengths[:2] != [80, 80] and lengths[2] == 80
-    assert rolled["returns"] == pytest.approx(returns)
+    assert rolled["returns"] == pytest.approx(returns) and rolled["max_steps"] == 80
     assert rolled["success_rate"] == pytest.approx(2 / 3)
 
 
@@ -136,5 +136,8 @@ def test_success_rate_is_compared_with_both_experts(tmp_path: Path) -> None:
     planted.write(tmp_path, env="door-open", action_dim=4, success=(True, False, True, True))
     train_set = Dataset(tmp_path, "door-open", "train")
     assert train_set.episode_success.tolist() == [True, False, True, True]
-    score = evaluation.normalised_score({"success_rate": 0.6, "lengths": [3, 500]}, get_task("door-open"), train_set)
-    assert score == {"normalised_paper": pytest.approx(0.6 / 0.917), "normalised_dataset": pytest.approx(0.8)}
+    rolled, task = {"success_rate": 0.6, "lengths": [3, 20]}, get_task("door-open")
+    score = evaluation.normalised_score(rolled | {"max_steps": 500}, task, train_set)
+    assert score == {"normalised_paper": pytest.approx(0.6 / 0.917), "normalised_dataset": None}
+    score = evaluation.normalised_score(rolled | {"max_steps": 20}, task, train_set)
+    assert score == {"normalised_paper": None, "normalised_dataset": pytest.approx(0.8)}
