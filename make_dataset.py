@@ -26,7 +26,7 @@ from typing import Any, Literal
 import numpy as np
 
 from common.errors import UserError
-from common.experts import default_expert
+from common.experts import default_expert, load_expert
 from common.runs import Progress, Stopped, atomic_path, cli, stop_requested, versions
 from common.shards import (
     DamagedShard,
@@ -57,7 +57,7 @@ QUICK_TRANSITIONS = {  # by suite
 @dataclass
 class Args:
     env: EnvName = "cheetah-run"
-    """Task; all makes all fourteen, one after the other, each with its own defaults."""
+    """Task; all makes all fourteen, one after the other, each with its own defaults (the help shows cheetah-run's)."""
     data_dir: Path = Path("data")
     """Where datasets are."""
     train_transitions: int = 9_000_000
@@ -75,7 +75,8 @@ class Args:
     render: Literal["both", "clean", "distractor"] = "both"
     """Which renders to store."""
     quality: Literal["full", "fast"] = "full"
-    """fast: no shadows, reflections and multisampling, more than ten times as fast without a GPU."""
+    """fast: no shadows, reflections and multisampling, coarser round shapes and floors; more than ten times as fast
+    without a GPU."""
     image_size: int = 64
     """Height and width of a frame in pixels, a multiple of 8."""
     expert: Literal["student", "laom", "scripted"] = "student"
@@ -111,12 +112,13 @@ PATH_FIELDS = {"expert_dir", "davis_dir"}
 
 def env_in(argv: list[str]) -> tuple[int, str]:
     """The place in the command line of the word with the task, and the task; (-1, default) if it is not given."""
+    place, name = -1, Args.env
     for i, word in enumerate(argv):
-        if word == "--env" and i + 1 < len(argv):
-            return i + 1, argv[i + 1]
-        if word.startswith("--env="):
-            return i, word.split("=", 1)[1]
-    return -1, Args.env
+        if i and argv[i - 1] == "--env":
+            place, name = i, word
+        elif word.startswith("--env="):
+            place, name = i, word.split("=", 1)[1]
+    return place, name
 
 
 def default_args(argv: list[str]) -> Args:
@@ -135,7 +137,8 @@ def task_args(argv: list[str], env: str) -> Args:
     """What a command line with `--env all` asks of one task. An expert of the Control Suite is for that suite only."""
     import tyro
 
-    place, _ = env_in(argv)
+    place, name = env_in(argv)
+    assert name == "all", argv
     words = [*argv[:place], f"--env={env}" if argv[place].startswith("--env=") else env, *argv[place + 1 :]]
     args = tyro.cli(Args, args=words, default=default_args(words))
     if get_task(env).suite == "dmw":
@@ -184,7 +187,6 @@ def check_args(args: Args) -> None:
 def make_plan(args: Args, split: str) -> dict[str, Any]:
     """Everything that decides what the shards of a split hold. Raises UserError for impossible arguments."""
     from common.distractors import clips_digest
-    from common.experts import load_expert
 
     task = get_task(args.env)
     transitions = args.train_transitions if split == "train" else args.test_transitions
@@ -314,6 +316,13 @@ class Split:
                 raise UserError(f"{path}: this is shard {shard.number} under another name; remove it and try again")
             self.transitions[shard.number] = shard.frames - shard.num_episodes
 
+    def trim(self) -> None:
+        """Remove what was made beyond the last shard, also by a worker that finished it when the others were done."""
+        for path in shard_paths(self.folder):
+            if int(path.stem) >= self.end():
+                path.unlink()
+                self.transitions.pop(int(path.stem), None)
+
     def missing_bytes(self) -> int:
         """What is still to be written, at most about."""
         if self.plan["num_shards"] is not None:
@@ -382,8 +391,6 @@ class _Maker:
     """Makes shards; keeps environment, clips and buffers from one to the next."""
 
     def __init__(self, args: Args, plans: dict[str, dict[str, Any]], tick: Callable[[], None]):
-        from common.experts import load_expert
-
         self.args, self.plans, self.tick = args, plans, tick
         self.expert = load_expert(args.env, args.expert, args.expert_dir)
         self.split: str | None = None
@@ -577,11 +584,6 @@ def make_shards(args: Args, splits: dict[str, Split], name: str) -> tuple[int, f
     if not all(part.complete() for part in splits.values()):
         have = sum(len(part.transitions) for part in splits.values())
         raise Stopped(f"{have} shards are complete; the same command goes on from there")
-    for part in splits.values():
-        for shard in sorted(part.transitions):
-            if shard >= part.end():
-                part.path(shard).unlink()
-                del part.transitions[shard]
     return made, seconds
 
 
@@ -627,12 +629,13 @@ def report(args: Args, split: str) -> None:
     returns = dataset.episode_return
     print(f"{dataset.folder}: {len(dataset.shards)} shards, {dataset.num_transitions:,} transitions in "
           f"{dataset.num_episodes:,} episodes, {size / 1e9:.2f} GB")  # fmt: skip
+    full = args.episode_length == task.max_steps
+    scale = "" if full else f" for {task.max_steps} steps, these have {args.episode_length}"
     if dataset.episode_success is not None:
-        print(f"  success rate {dataset.episode_success.mean():.3f} (paper's expert {task.expert_score})")
+        scale = "" if full else f" within {task.max_steps} steps, these have at most {args.episode_length}"
+        print(f"  success rate {dataset.episode_success.mean():.3f} (paper's expert {task.expert_score}{scale})")
         print(f"  mean return {returns.mean():.1f} +- {returns.std():.1f}")
     else:
-        full = args.episode_length == task.max_steps
-        scale = "" if full else f" for {task.max_steps} steps, these have {args.episode_length}"
         print(f"  mean return {returns.mean():.1f} +- {returns.std():.1f} (paper's expert {task.expert_score}{scale})")
     print(f"  action variance {dataset.action_variance:.4f} (paper {task.action_variance})")
     print(f"  hash {dataset.hash}")
@@ -692,38 +695,44 @@ def verify(args: Args, split: str) -> None:
     print(f"{dataset.folder}: {len(dataset.shards)} shards are as they were written, hash {dataset.hash}")
 
 
-def main(args: Args) -> None:
-    if args.env != "all":
-        make_one(args)
-        return
-    each = [task_args(sys.argv[1:], env) for env in TASKS]
-    for one in each:
-        check_args(one)
-    for one in each:
-        print(f"--- {one.env}")
-        make_one(one)
-
-
-def make_one(args: Args) -> None:
+def prepare(args: Args) -> dict[str, Split]:
+    """The splits with what there is of them. UserError for what cannot be made and for shards of other settings."""
     names = SPLITS if args.split == "both" else (args.split,)
-    if args.verify:
-        for split in names:
-            verify(args, split)
-        return
-    check_args(args)
     splits = {split: Split(args.data_dir / args.env / split, make_plan(args, split)) for split in names}
     for part in splits.values():
         part.scan()
+    return splits
+
+
+def make(args: Args, splits: dict[str, Split]) -> None:
     made, seconds = 0, 0.0
     if not all(part.complete() for part in splits.values()):
-        check_disk(args.data_dir, sum(part.missing_bytes() for part in splits.values()))
         made, seconds = make_shards(args, splits, args.env)
-    for split in names:
+    for split, part in splits.items():
+        part.trim()
         report(args, split)
         if args.preview:
             print(f"  preview {preview(args.data_dir, args.env, split)}")
     if made:
         print(f"{made:,} frames made, {made / seconds:.1f} frames/s per worker")
+
+
+def main(args: Args, argv: list[str] | None = None) -> None:
+    """`argv`: the command line that `args` came from, for `--env all`; default: that of this process."""
+    argv = sys.argv[1:] if argv is None else argv
+    tasks = [task_args(argv, env) for env in TASKS] if args.env == "all" else [args]
+    if args.verify:
+        for one in tasks:
+            for split in SPLITS if one.split == "both" else (one.split,):
+                verify(one, split)
+        return
+    for one in tasks:
+        check_args(one)
+    prepared = [prepare(one) for one in tasks]  # everything is checked before the first shard is made
+    if needed := sum(part.missing_bytes() for splits in prepared for part in splits.values()):
+        check_disk(args.data_dir, needed)
+    for one, splits in zip(tasks, prepared):
+        make(one, splits)
 
 
 if __name__ == "__main__":

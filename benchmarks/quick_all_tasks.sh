@@ -6,15 +6,16 @@
 # FOLDER gets data, runs, a log of each run, table.md and table.json. About two and a half hours on two cores.
 # Environment: TASKS (all fourteen), JOBS (one-thread runs side by side; one per core), PYTHON (.venv/bin/python).
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-folder=$(realpath -m "${1:-quick_all}")
+repository=$(realpath "$(dirname "${BASH_SOURCE[0]}")/..")
+folder=$(realpath -m "${1:-$repository/quick_all}")
+cd "$repository"
 export folder PYTHON=${PYTHON:-.venv/bin/python} OMP_NUM_THREADS=1
 tasks=${TASKS:-$("$PYTHON" -c 'from common.tasks import TASKS; print(*TASKS)')}
 mkdir -p "$folder/logs"
 
 for task in $tasks; do
     "$PYTHON" make_dataset.py --env "$task" --quick --backgrounds synthetic --preview --data-dir "$folder/data"
-done | tee "$folder/logs/make_dataset.log"
+done | tee -a "$folder/logs/make_dataset.log"
 
 run() { # METHOD ENV
     local status=0

@@ -4,9 +4,9 @@
 
 One process steps one environment with random actions. "both" renders the clean and the distractor view of every state,
 "masks" renders both with their masks, as make_dataset.py does, and "physics" renders nothing. Rates are per second and
-per second of CPU time: where a software renderer draws the frames, the second one is what a core gives. With --settings
-the clean render is also measured in full quality with one of its costly settings switched off at a time. "own" is the
-simulator's own rendering call with its own settings, one frame for each state.
+per second of CPU time: where a software renderer draws the frames, the second one is what a core gives. "mujoco" is
+mujoco.Renderer with the model as the simulator ships it, one frame for each state. With --settings the clean render is
+also measured in full quality with one at a time of the settings that the fast quality changes.
 """
 
 import contextlib
@@ -27,31 +27,32 @@ from common import runs
 from common.distractors import DistractorConfig
 from common.envs import make_env
 from common.errors import UserError
+from common.rendering import COARSE_SHAPES, FLOOR_CELL
 from common.tasks import TASKS
 
-Kind = Literal["physics", "own", "clean", "distractor", "both", "masks"]
+Kind = Literal["physics", "mujoco", "clean", "distractor", "both", "masks"]
 Quality = Literal["full", "fast"]
 RENDERS: dict[str, tuple[str, ...]] = {
     "physics": (),
-    "own": (),
+    "mujoco": (),
     "clean": ("clean",),
     "distractor": ("distractor",),
     "both": ("clean", "distractor"),
     "masks": ("clean", "distractor"),
 }
-SETTINGS = ("shadows", "reflections", "multisampling", "round shapes")  # what the fast quality saves
+SETTINGS = ("shadows", "reflections", "multisampling", "fine shapes", "fine floors")  # the fast quality has none
 
 
 @dataclass
 class Args:
     envs: tuple[str, ...] = tuple(TASKS)
     """tasks to measure"""
-    kinds: tuple[Kind, ...] = ("physics", "own", "clean", "distractor", "both", "masks")
+    kinds: tuple[Kind, ...] = ("physics", "mujoco", "clean", "distractor", "both", "masks")
     """what to render"""
     qualities: tuple[Quality, ...] = ("full", "fast")
     """full: as the paper; fast: without shadows, reflections and multisampling"""
     settings: bool = False
-    """also measure full quality without each of the settings that the fast one saves"""
+    """also measure the clean render in full quality, with everything and without each costly setting"""
     windows: int = 3
     """timed windows of each measurement; their median is reported"""
     window_seconds: float = 2.0
@@ -89,11 +90,14 @@ def switch_off(env: Any, setting: str) -> Callable[[], None]:
     """Takes one of SETTINGS out of the model, before OpenGL starts. Returns what to do after the first reset."""
     import mujoco
 
-    quality, flags = physics_of(env)[0].vis.quality, mujoco.mjtRndFlag
+    model, flags = physics_of(env)[0], mujoco.mjtRndFlag
+    quality = model.vis.quality
     if setting == "multisampling":
         quality.offsamples = 0
-    elif setting == "round shapes":
-        quality.numslices, quality.numstacks = 16, 8
+    elif setting == "fine shapes":
+        quality.numslices, quality.numstacks = COARSE_SHAPES
+    elif setting == "fine floors":
+        model.geom_size[model.geom_type == mujoco.mjtGeom.mjGEOM_PLANE, 2] = FLOOR_CELL
     elif setting == "shadows":
         quality.shadowsize = 0
     off = {"shadows": flags.mjRND_SHADOW, "reflections": flags.mjRND_REFLECTION}.get(setting)
@@ -125,11 +129,14 @@ def measure(env_name: str, kind: Kind, quality: Quality, args: Args, without: st
         env.reset(seed=args.seed)  # starts OpenGL and reads the clips
         if finish:
             finish()
-        if kind == "own":
+        if kind == "mujoco":
             import mujoco
 
             model, data = physics_of(env)
-            own = mujoco.Renderer(model, size, size)
+            try:
+                own = mujoco.Renderer(model, size, size)
+            except ValueError as error:  # larger than the buffer that the model asks for
+                raise UserError(f"--image-size {size} is too large for mujoco.Renderer: {error}") from error
         first_reset = time.perf_counter() - start
         start = time.perf_counter()
         env.reset(seed=args.seed + 1)
@@ -163,7 +170,7 @@ def measure(env_name: str, kind: Kind, quality: Quality, args: Args, without: st
     return {
         "env": env_name,
         "kind": kind,
-        "quality": quality + (f" without {without}" if without else ""),
+        "quality": "as shipped" if own else quality + (f" without {without}" if without else ""),
         "image_size": size,
         "states_per_s": statistics.median(rates),
         "states_per_s_windows": rates,
@@ -196,10 +203,12 @@ def main(args: Args) -> None:
     for env_name in args.envs:
         for quality in args.qualities:
             for kind in args.kinds:
-                if kind in ("physics", "own") and quality != args.qualities[0]:
+                if kind in ("physics", "mujoco") and quality != args.qualities[0]:
                     continue  # the quality changes only what this project renders
                 measurements.append(measure(env_name, kind, quality, args))
                 print(f"{env_name}, {quality}, {kind}: {measurements[-1]['states_per_s']:,.1f} states/s", flush=True)
+        if args.settings and not ("clean" in args.kinds and "full" in args.qualities):
+            measurements.append(measure(env_name, "clean", "full", args))
         for setting in SETTINGS if args.settings else ():
             measurements.append(measure(env_name, "clean", "full", args, without=setting))
             print(f"{env_name}, full without {setting}: {measurements[-1]['states_per_s']:,.1f} states/s", flush=True)

@@ -41,6 +41,7 @@ from common.dataset import Batch, Dataset, Sampler, TensorSampler, normalise, se
 from common.errors import UserError
 from common.shards import ShardWriter, shard_paths
 from common.tasks import get_task
+from make_dataset import default_args
 
 SCRIPTS = ("lapo", "masklam")
 # Dense bf16 peaks in TFLOP/s from NVIDIA's data sheets, without sparsity; the longest name that fits a card wins.
@@ -367,7 +368,7 @@ def write_random_dataset(data_dir: Path, args: Any) -> None:
     length = min(250, task.max_steps)
     episodes = math.ceil(max(4 * args.batch_size, 2000) / length)
     render = "distractor" if args.distractors else "clean"
-    size = task.image_size
+    size = default_args(["--env", args.env] + ["--quick"] * args.quick).image_size
     plan = {
         "env": args.env,
         "split": "train",

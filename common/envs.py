@@ -22,7 +22,7 @@ from common.distractors import (
     load_clips,
 )
 from common.errors import UserError
-from common.rendering import Renderer, import_simulator, segment_table
+from common.rendering import Renderer, import_simulator, segment_tables
 from common.tasks import Task, get_task
 
 if TYPE_CHECKING:
@@ -281,7 +281,8 @@ class _DCSRenderer(Renderer):
         scene, bodies = self._scenes[render], self._models[render].geom_bodyid
         segments = self._draw_segments(scene, self._contexts["mask"])[::-1]
         geom = self._mujoco.mjtObj.mjOBJ_GEOM
-        return segment_table(scene, lambda kind, index: kind == geom and bodies[index] != 0)[segments]
+        (is_agent,) = segment_tables(scene, lambda kind, index: kind == geom and bodies[index] != 0)
+        return is_agent[segments]
 
 
 class _SkyboxTexture:
@@ -449,9 +450,9 @@ class _DMWRenderer(Renderer):
         robot = _subtree(model, model.body(ROBOT).id)
         bodies = {geom: model.geom_bodyid, site: model.site_bodyid}
         floor = (geom, model.geom("floor").id)
-        # The robot's sites (coloured balls in the fingers) hide pixels of its geoms, so they count as robot.
+        # The robot's sites (coloured balls in the fingers) hide pixels of its geoms, so they count as robot. Goal
+        # markers are sites too: they are part of the scene.
         self._is_robot = lambda kind, index: kind in bodies and bool(robot[bodies[kind][index]])
-        # Goal markers are sites too: they are part of the scene.
         self._is_scene = lambda kind, index: (kind, index) != floor
 
     def refresh(self) -> None:
@@ -478,14 +479,13 @@ class _DMWRenderer(Renderer):
             self._scene.flags[cull] = 0
             segments = self._draw_segments(self._scene, self._contexts["mask"])[:, ::-1]
             self._scene.flags[cull] = 1
+            is_robot, is_scene = segment_tables(self._scene, self._is_robot, self._is_scene)
+            robot, scene = is_robot[segments], is_scene[segments]
         for render in self._renders:
-            observation = color
-            if render == "distractor":
-                scene = segment_table(self._scene, self._is_scene)[segments]
-                observation = np.where(scene[..., None], color, background)
-            result[f"{render}/observation"] = observation
+            clean = render == "clean"
+            result[f"{render}/observation"] = color if clean else np.where(scene[..., None], color, background)
             if self._masks:
-                result[f"{render}/mask"] = segment_table(self._scene, self._is_robot)[segments]
+                result[f"{render}/mask"] = robot.copy()
         return result
 
 

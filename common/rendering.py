@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("LP_NUM_THREADS", "0")
 
 FLOOR_CELL = 4.0  # m; size of the floor's polygons in masks and in the fast quality
+COARSE_SHAPES = (16, 8)  # slices and stacks of spheres, capsules and cylinders in the fast quality
 MAX_GEOMS = 1000  # geometric objects that a scene holds
 
 GL_PACKAGES = {"egl": "libegl1 libgl1 libgl1-mesa-dri", "osmesa": "libosmesa6", "glfw": "libglfw3 libgl1"}
@@ -88,7 +89,7 @@ class Renderer:
                 planes = model.geom_type == mujoco.mjtGeom.mjGEOM_PLANE
                 model.geom_size[planes, 2] = FLOOR_CELL
             if self._fast:
-                quality.numslices, quality.numstacks = 16, 8
+                quality.numslices, quality.numstacks = COARSE_SHAPES
             context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)
         except mujoco.FatalError as error:
             raise _gl_error(os.environ["MUJOCO_GL"], error) from error
@@ -123,13 +124,13 @@ class Renderer:
         return color[..., 0] + (color[..., 1] << 8) + (color[..., 2] << 16)
 
 
-def segment_table(scene: "mujoco.MjvScene", test: Callable[[int, int], bool]) -> np.ndarray:
-    """bool (num_segments + 1,), to be indexed with segments: `test(objtype, objid)` of each; False for nothing."""
-    table = np.zeros(scene.ngeom + 1, np.bool_)
+def segment_tables(scene: "mujoco.MjvScene", *tests: Callable[[int, int], bool]) -> np.ndarray:
+    """bool (tests, segments + 1): `test(objtype, objid)` of every segment, indexed by pixels; False for nothing."""
+    tables = np.zeros((len(tests), scene.ngeom + 1), np.bool_)
     for geom in scene.geoms[: scene.ngeom]:
         if geom.segid >= 0:
-            table[geom.segid + 1] = test(geom.objtype, geom.objid)
-    return table
+            tables[:, geom.segid + 1] = [test(geom.objtype, geom.objid) for test in tests]
+    return tables
 
 
 # --- OpenGL ---

@@ -159,10 +159,10 @@ def test_rendering(tmp_path):
     measured = {(entry["env"], entry["kind"], entry["quality"]): entry for entry in result["measurements"]}
     kinds = {(kind, quality) for kind in ("clean", "distractor", "both", "masks") for quality in ("full", "fast")}
     kinds |= {("clean", f"full without {setting}") for setting in rendering.SETTINGS}
-    kinds |= {("physics", "full"), ("own", "full")}
+    kinds |= {("physics", "full"), ("mujoco", "as shipped")}
     assert set(measured) == {(env, *kind) for env in ("cheetah-run", "reach") for kind in kinds}
     for (_, kind, _), entry in measured.items():
-        views = {"physics": 0, "own": 1, "clean": 1, "distractor": 1, "both": 2, "masks": 2}[kind]
+        views = {"physics": 0, "mujoco": 1, "clean": 1, "distractor": 1, "both": 2, "masks": 2}[kind]
         assert min(entry[key] for key in ("states_per_s", "states_per_cpu_s", "reset_seconds")) > 0
         assert entry["frames_per_s"] == pytest.approx(views * entry["states_per_s"])
         assert (entry["renderer"] is None) == (kind == "physics")

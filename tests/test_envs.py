@@ -290,7 +290,8 @@ def test_physics_is_meta_worlds(name):
     observation, _ = env.reset(seed=2)
     reference = official(env)
     expected, _ = reference.reset()
-    goal = reference.data.site("hole" if name == "button-press-topdown" else "goal").xpos
+    goal = env.unwrapped.data.site("hole" if name == "button-press-topdown" else "goal").xpos  # as it is rendered
+    assert np.allclose(goal, reference._target_pos)
     for _ in range(12):
         assert np.array_equal(observation["state"], expected.astype(np.float32))
         action = rng.uniform(-2, 2, 4)
@@ -299,8 +300,7 @@ def test_physics_is_meta_worlds(name):
         assert reward == expected_reward and terminated == ours["success"] == bool(info["success"])
     assert np.array_equal(observation["state"], expected.astype(np.float32))
     assert np.allclose(observation["state"][36:], reference._target_pos, atol=1e-6)
-    if name != "button-press-topdown":
-        assert np.allclose(goal, reference._target_pos)  # the marker in the picture is where the goal is
+    assert np.allclose(goal, reference._target_pos, atol=1e-2 if name == "button-press-topdown" else 1e-6)
     env.close()
     reference.close()
 
@@ -309,8 +309,13 @@ def test_positions_are_drawn_anew_and_from_the_seed():
     env = make_env("pick-place", renders=())
     goals = [tuple(env.reset(seed=seed)[0]["state"][36:]) for seed in (0, 1, 2, 0)]
     assert len(set(goals)) == 3 and goals[0] == goals[3]
-    env.unwrapped._env.seed(physics_seed(1))
-    assert env.unwrapped._env.np_random.uniform() == np.random.default_rng(physics_seed(1)).uniform()
+    env = make_env("window-open", renders=())
+    for seed in (1, 2):
+        env.reset(seed=seed)
+        space = env.unwrapped._env._random_reset_space
+        drawn = np.random.default_rng(physics_seed(seed)).uniform(space.low, space.high)
+        assert np.array_equal(env.unwrapped._env._last_rand_vec, drawn)
+        assert np.array_equal(env.unwrapped.model.body("window").pos, drawn)
 
 
 @pytest.mark.parametrize("name", DMW)
@@ -345,15 +350,15 @@ def test_the_picture_of_meta_world_is_upright_and_not_mirrored():
     env.close()
 
 
-@pytest.mark.parametrize("name", DMW)
-def test_clip_replaces_exactly_what_is_neither_geom_nor_marker(name, tmp_path):
+@pytest.mark.parametrize(("name", "quality"), [*((name, "fast") for name in DMW), ("door-open", "full")])
+def test_clip_replaces_exactly_what_is_neither_geom_nor_marker(name, quality, tmp_path):
     import imageio.v3 as iio
 
     rng = np.random.default_rng(0)
     for clip in ("a", "b"):
         (tmp_path / clip).mkdir()
         iio.imwrite(tmp_path / clip / "0.png", rng.integers(0, 256, (128, 128, 3), np.uint8))
-    env = fast(name, distractors=DistractorConfig(str(tmp_path)))
+    env = make_env(name, quality=quality, distractors=DistractorConfig(str(tmp_path)))
     env.reset(seed=0)
     observation, *_ = env.step(np.zeros(4))
     clean, distracting = observation["clean/observation"], observation["distractor/observation"]
@@ -361,14 +366,15 @@ def test_clip_replaces_exactly_what_is_neither_geom_nor_marker(name, tmp_path):
     clip = env.unwrapped._player.frame
     shown = (distracting == clip).all(2)
     assert np.array_equal(distracting[~shown], clean[~shown])
-    # What a render without floor and sky would leave black is what the clip fills.
+    # The clip fills what has the sky's colour in a render without the floor.
     renderer, model = env.unwrapped._renderer, env.unwrapped.model
     floor = model.geom("floor").id
     model.geom_rgba[floor, 3] = 0
     model.geom_matid[floor] = -1
     sky = (renderer.render(clip)["clean/observation"] == clean[0, 0]).all(2)
     assert (sky & ~shown).sum() < 60  # fine cracks in meshes, which show the sky
-    assert (shown & ~sky).sum() <= 2
+    # Multisampling mixes sky and scene at edges: there the clip ends at a pixel that is part scene.
+    assert (shown & ~sky).sum() <= {"fast": 2, "full": 600}[quality]
     assert not shown[observation["clean/mask"]].any()
     env.close()
 

@@ -213,7 +213,10 @@ def made_dmw(tmp_path_factory):
 def test_content_of_meta_world(made_dmw):
     data_dir, output = made_dmw
     expert = load_expert("reach", "scripted")
-    assert "success rate 1.000 (paper's expert 1.0)" in output and "(paper 0.0372)" in output
+    assert (
+        "success rate 1.000 (paper's expert 1.0 within 500 steps, these have at most 250)" in output
+        and "(paper 0.0372)" in output
+    )
     assert (data_dir / "reach" / "train.png").stat().st_size > 10_000
     for split, transitions in (("train", 160), ("test", 60)):
         dataset = Dataset(data_dir, "reach", split)
@@ -253,6 +256,20 @@ def test_meta_world_is_the_same_for_one_worker_and_in_three_pieces(made_dmw, tmp
             assert (folder / path).read_bytes() == (made_dmw[0] / path).read_bytes(), path
 
 
+def test_a_shard_too_many_is_removed(made_dmw, tmp_path, capsys):
+    """A worker may finish one at the moment when the others have made enough."""
+    data_dir = tmp_path / "data"
+    shutil.copytree(made_dmw[0], data_dir)
+    count = len(Dataset(data_dir, "reach", "train").shards)
+    more = arguments(tmp_path / "more", "--split", "train", "--train-transitions", "160", base=DMW_ARGUMENTS)
+    maker = make_dataset._Maker(more, {"train": make_plan(more, "train")}, lambda: None)
+    surplus = data_dir / "reach" / "train" / f"{count:05d}.h5"
+    assert maker.make("train", count, surplus)[0] == "made"
+    maker.close()
+    make_dataset.main(arguments(data_dir, base=DMW_ARGUMENTS))
+    assert not surplus.exists() and shards(data_dir) == shards(made_dmw[0])
+
+
 def test_all_tasks_one_after_the_other(tmp_path, monkeypatch, capsys):
     import tyro
 
@@ -260,9 +277,9 @@ def test_all_tasks_one_after_the_other(tmp_path, monkeypatch, capsys):
     argv += ["--train-transitions", "40", "--test-transitions", "20", "--image-size", "16", "--preview"]
     argv += ["--data-dir", str(tmp_path), "--episode-length", "20"]
     monkeypatch.setattr(make_dataset, "TASKS", {name: make_dataset.TASKS[name] for name in ("hopper-hop", "push")})
-    monkeypatch.setattr(sys, "argv", ["make_dataset.py", *argv])
-    make_dataset.main(tyro.cli(make_dataset.Args, args=argv, default=default_args(argv)))
-    assert "--- hopper-hop" in capsys.readouterr().out
+    make_dataset.main(tyro.cli(make_dataset.Args, args=argv, default=default_args(argv)), argv)
+    output = capsys.readouterr().out
+    assert output.count("GB to write") == 1 and output.index("hopper-hop/train") < output.index("push/train")
     for env in ("hopper-hop", "push"):
         assert (tmp_path / env / "test.png").exists()
         assert Dataset(tmp_path, env, "train").num_transitions == 40
@@ -280,12 +297,21 @@ def test_all_tasks_have_their_own_defaults():
     assert make_dataset.task_args(argv, "walker-run") == default_args(["--env", "walker-run"])
 
 
-def test_all_tasks_are_checked_before_the_first_is_made(tmp_path, monkeypatch):
-    argv = ["--env", "all", "--episode-length", "600", "--data-dir", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["make_dataset.py", *argv])
-    with pytest.raises(UserError, match="episode-length is 600, but reach ends after 500"):
-        make_dataset.main(make_dataset.Args(env="all", episode_length=600, data_dir=tmp_path))
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        (["--episode-length", "600"], "episode-length is 600, but reach ends after 500"),
+        (["--train-transitions", "10000000000"], "GB are free; make room"),
+    ],
+)
+def test_all_tasks_are_checked_before_the_first_is_made(tmp_path, more, match):
+    import tyro
+
+    argv = ["--env", "push", "--env=all", "--backgrounds", "synthetic", "--data-dir", str(tmp_path), *more]
+    args = tyro.cli(make_dataset.Args, args=argv, default=default_args(argv))
+    with pytest.raises(UserError, match=match):
+        make_dataset.main(args, argv)
+    assert not list(tmp_path.rglob("*.h5"))
 
 
 def test_worker_that_fails_ends_the_run(tmp_path):
