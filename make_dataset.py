@@ -641,7 +641,7 @@ def report(args: Args, split: str) -> None:
     print(f"  hash {dataset.hash}")
 
 
-def preview(data_dir: Path, env: str, split: str, columns: int = 10, height: int = 192) -> Path:
+def preview(data_dir: Path, env: str, split: str, columns: int = 10, height: int = 256) -> Path:
     """Write `<env>/<split>.png`, a contact sheet of the split's first episode from its first frame to its last.
 
     One row of frames for each render, and one with the mask's outline in it.

@@ -110,8 +110,9 @@ def main(args: Args) -> None:
     progress.close()
     print(table(measurements))
     if args.out is not None:
+        words = ["EXPERT_DIR" if word == str(args.expert_dir) else word for word in sys.argv[1:]]
         result = {
-            "command": shlex.join(["python", "-m", "benchmarks.experts", *sys.argv[1:]]),
+            "command": shlex.join(["python", "-m", "benchmarks.experts", *words]),
             "commit": runs.git_commit(),
             "machine": runs.machine(),
             "versions": runs.versions(),
