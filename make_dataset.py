@@ -57,7 +57,7 @@ QUICK_TRANSITIONS = {  # by suite
 @dataclass
 class Args:
     env: EnvName = "cheetah-run"
-    """Task; all makes all fourteen, one after the other, each with its own defaults (the help shows cheetah-run's)."""
+    """Task. all: all fourteen, one after the other, each with its own defaults (help: cheetah-run's)."""
     data_dir: Path = Path("data")
     """Where datasets are."""
     train_transitions: int = 9_000_000

@@ -94,15 +94,6 @@ def physics_random_state(seed: int) -> np.random.RandomState:
     return np.random.RandomState(np.random.MT19937(seed_streams(seed)["physics"]))
 
 
-def _observation_space(task: Task, renders: tuple[Render, ...], masks: bool, size: int) -> gymnasium.spaces.Dict:
-    spaces: dict[str, gymnasium.Space] = {"state": gymnasium.spaces.Box(-np.inf, np.inf, (task.state_dim,), np.float32)}
-    for render in renders:
-        spaces[f"{render}/observation"] = gymnasium.spaces.Box(0, 255, (size, size, 3), np.uint8)
-        if masks:
-            spaces[f"{render}/mask"] = gymnasium.spaces.Box(0, 1, (size, size), np.bool_)
-    return gymnasium.spaces.Dict(spaces)
-
-
 def _background_info(player: BackgroundPlayer) -> dict[str, Any]:
     return {
         "background": player.clip.name,
@@ -111,8 +102,8 @@ def _background_info(player: BackgroundPlayer) -> dict[str, Any]:
     }
 
 
-class DCSEnv(gymnasium.Env):
-    """A task of the Distracting Control Suite. Use `make_env`."""
+class DistractingEnv(gymnasium.Env):
+    """What both suites share: spaces, clips, and the renderer that the first reset makes."""
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012, gymnasium's interface
 
@@ -129,18 +120,36 @@ class DCSEnv(gymnasium.Env):
         max_steps: int,
     ):
         self.task, self.renders, self.masks, self.max_steps = task, renders, masks, max_steps
-        self._quality, self._size, self._distractors = quality, image_size, distractors
-        self._domain, self._task_name = task.name.split("-")
-        suite = import_simulator("dm_control.suite")
-        self._dm_env = suite.load(self._domain, self._task_name, task_kwargs={"time_limit": float("inf")})
+        self._fast, self._size, self._distractors = quality == "fast", image_size, distractors
         self._clips: list[Clip] = []
         if "distractor" in renders:
             self._clips = load_clips(distractors, task, split, image_size)
-        self._renderer: _DCSRenderer | None = None
+        self._renderer: Any = None
         self._steps = 0
 
-        self.observation_space = _observation_space(task, renders, masks, image_size)
+        spaces: dict[str, gymnasium.Space] = {
+            "state": gymnasium.spaces.Box(-np.inf, np.inf, (task.state_dim,), np.float32)
+        }
+        for render in renders:
+            spaces[f"{render}/observation"] = gymnasium.spaces.Box(0, 255, (image_size, image_size, 3), np.uint8)
+            if masks:
+                spaces[f"{render}/mask"] = gymnasium.spaces.Box(0, 1, (image_size, image_size), np.bool_)
+        self.observation_space = gymnasium.spaces.Dict(spaces)
         self.action_space = gymnasium.spaces.Box(-1, 1, (task.action_dim,), np.float32)
+
+    def close(self) -> None:
+        if self._renderer is not None:
+            self._renderer.close()
+            self._renderer = None
+
+
+class DCSEnv(DistractingEnv):
+    """A task of the Distracting Control Suite. Use `make_env`."""
+
+    def __init__(self, task: Task, **options: Any):
+        super().__init__(task, **options)
+        suite = import_simulator("dm_control.suite")
+        self._dm_env = suite.load(*task.name.split("-"), task_kwargs={"time_limit": float("inf")})
 
     @property
     def physics(self):
@@ -158,9 +167,7 @@ class DCSEnv(gymnasium.Env):
 
         info: dict[str, Any] = {}
         if self.renders and self._renderer is None:
-            self._renderer = _DCSRenderer(
-                self.task, self.physics, self.renders, self.masks, self._size, self._quality == "fast"
-            )
+            self._renderer = _DCSRenderer(self.task, self.physics, self.renders, self.masks, self._size, self._fast)
         if "distractor" in self.renders:
             player = BackgroundPlayer(self._clips, np.random.default_rng(streams["background"]))
             self._renderer.start(player, self._distractors, streams)
@@ -173,11 +180,6 @@ class DCSEnv(gymnasium.Env):
         if "distractor" in self.renders:
             self._renderer.step()
         return self._observe(time_step.observation), float(time_step.reward), False, self._steps >= self.max_steps, {}
-
-    def close(self) -> None:
-        if self._renderer is not None:
-            self._renderer.close()
-            self._renderer = None
 
     def _observe(self, observation: dict[str, Any]) -> dict[str, np.ndarray]:
         state = np.concatenate([np.ravel(observation[key]) for key in sorted(observation)]).astype(np.float32)
@@ -335,39 +337,18 @@ def _distractor_model(task: Task, face: int) -> "mujoco.MjModel":
     return mujoco.MjModel.from_xml_string(xml, assets)
 
 
-class DMWEnv(gymnasium.Env):
+class DMWEnv(DistractingEnv):
     """A task of Distracting Meta-World. Use `make_env`."""
 
-    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012, gymnasium's interface
-
-    def __init__(
-        self,
-        task: Task,
-        *,
-        split: str,
-        renders: tuple[Render, ...],
-        masks: bool,
-        quality: str,
-        distractors: DistractorConfig,
-        image_size: int,
-        max_steps: int,
-    ):
-        self.task, self.renders, self.masks, self.max_steps = task, renders, masks, max_steps
-        self._quality, self._size = quality, image_size
+    def __init__(self, task: Task, **options: Any):
+        super().__init__(task, **options)
         self._env = import_simulator("metaworld.env_dict").ALL_V3_ENVIRONMENTS[f"{task.name}-v3"]()
         # As for the tasks of MT10, the state tells the goal.
         self._env._partially_observable = False
         del self._env.sawyer_observation_space  # a cached property: it would still clip the goal to zero
         self._env._set_task_called = True
         self._env.seeded_rand_vec = True
-        self._clips: list[Clip] = []
-        if "distractor" in renders:
-            self._clips = load_clips(distractors, task, split, image_size)
         self._player: BackgroundPlayer | None = None
-        self._renderer: _DMWRenderer | None = None
-        self._steps = 0
-        self.observation_space = _observation_space(task, renders, masks, image_size)
-        self.action_space = gymnasium.spaces.Box(-1, 1, (task.action_dim,), np.float32)
 
     @property
     def model(self) -> "mujoco.MjModel":
@@ -396,7 +377,7 @@ class DMWEnv(gymnasium.Env):
         info: dict[str, Any] = {}
         if self.renders and self._renderer is None:
             self._renderer = _DMWRenderer(
-                self.model, self.data, self.task.camera, self.renders, self.masks, self._size, self._quality == "fast"
+                self.model, self.data, self.task.camera, self.renders, self.masks, self._size, self._fast
             )
         if self._renderer is not None:
             self._renderer.refresh()
@@ -413,11 +394,6 @@ class DMWEnv(gymnasium.Env):
         success = bool(info["success"])
         truncated = self._steps >= self.max_steps
         return self._observe(state), float(reward), success, truncated, {"success": success}
-
-    def close(self) -> None:
-        if self._renderer is not None:
-            self._renderer.close()
-            self._renderer = None
 
     def _observe(self, state: np.ndarray) -> dict[str, np.ndarray]:
         background = self._player.frame if self._player is not None else None
