@@ -66,6 +66,7 @@ def measure(name: str, args: Args, progress: runs.Progress) -> dict[str, Any]:
         "episodes": args.episodes,
         "return_mean": float(np.mean(returns)),
         "return_std": float(np.std(returns)),
+        "returns": np.round(returns, 1).tolist(),
         "length_mean": float(np.mean(lengths)),
         "length_min": min(lengths),
         "length_max": max(lengths),

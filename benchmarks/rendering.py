@@ -50,7 +50,7 @@ class Args:
     kinds: tuple[Kind, ...] = ("physics", "mujoco", "clean", "distractor", "both", "masks")
     """what to render"""
     qualities: tuple[Quality, ...] = ("full", "fast")
-    """full: as the paper; fast: without shadows, reflections and multisampling"""
+    """full: as the paper; fast: without shadows, reflections, multisampling, fine shapes and floors"""
     settings: bool = False
     """also measure the clean render in full quality, with everything and without each costly setting"""
     windows: int = 3

@@ -366,7 +366,8 @@ class DMWEnv(DistractingEnv):
             seed = int(self.np_random.integers(2**31))
         streams = seed_streams(seed)
         # As Meta-World makes its own tasks: draw the positions of object and goal, then reset with these. Its reset
-        # places the objects twice, and the first state is right only if both times they stand in the same place.
+        # places the objects twice, and the first state is right only if both times they stand in the same place. (That
+        # of window-close reports the handle of the closed window even so, as Meta-World's own tasks do.)
         self._env.seed(physics_seed(seed))
         self._env._freeze_rand_vec = False
         self._env.reset_model()

@@ -435,15 +435,17 @@ def test_episodes_of_meta_world_end_on_success_or_after_500_steps():
         make_env("reach", max_steps=501)
 
 
-def test_first_frame_shows_the_objects_where_they_are():
-    """Meta-World moves objects at the end of its reset without telling MuJoCo: without a refresh, frame 0 is stale."""
-    env = fast("window-open", renders=("clean",), masks=False)
+def test_first_frame_shows_the_objects_where_they_are(monkeypatch):
+    """Meta-World opens the window at the end of its reset without telling MuJoCo: without a refresh, frame 0 is stale."""
+    env = fast("window-close", renders=("clean",), masks=False)
     first = [env.reset(seed=seed)[0]["clean/observation"] for seed in (0, 1)]
     for seed in (0, 1):
         env.reset(seed=seed)
         mujoco.mj_forward(env.unwrapped.model, env.unwrapped.data)
         assert np.array_equal(env.unwrapped._renderer.render(None)["clean/observation"], first[seed])
     assert (first[0] != first[1]).any(2).sum() > 50  # the window stands elsewhere
+    monkeypatch.setattr(type(env.unwrapped._renderer), "refresh", lambda self: None)
+    assert (env.reset(seed=0)[0]["clean/observation"] != first[0]).any(2).sum() > 20
     env.close()
 
 
