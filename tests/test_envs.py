@@ -436,7 +436,7 @@ def test_episodes_of_meta_world_end_on_success_or_after_500_steps():
 
 
 def test_first_frame_shows_the_objects_where_they_are(monkeypatch):
-    """Meta-World opens the window at the end of its reset without telling MuJoCo: without a refresh, frame 0 is stale."""
+    """Meta-World opens the window at the end of its reset without telling MuJoCo, so frame 0 needs a refresh."""
     env = fast("window-close", renders=("clean",), masks=False)
     first = [env.reset(seed=seed)[0]["clean/observation"] for seed in (0, 1)]
     for seed in (0, 1):
