@@ -3,7 +3,7 @@
 #
 #   benchmarks/quick_all_tasks.sh [FOLDER]      # default: quick_all
 #
-# FOLDER gets data, runs, a log of each run, table.md and table.json. About two hours on two cores, summed from its runs.
+# FOLDER gets data, runs, a log of each run, table.md and table.json. About two hours on two cores (summed from runs).
 # Environment: TASKS (all fourteen), JOBS (one-thread runs side by side; one per core), PYTHON (.venv/bin/python).
 set -euo pipefail
 repository=$(realpath "$(dirname "${BASH_SOURCE[0]}")/..")
