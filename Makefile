@@ -6,9 +6,10 @@ QUICK := --env cheetah-run --quick --data-dir data/quickstart
 
 .PHONY: quickstart test lint clean
 
-$(INSTALLED): requirements.txt
+$(INSTALLED): requirements.txt requirements-sam.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	SAM2_BUILD_CUDA=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -r requirements-sam.txt
 	touch $@
 
 quickstart: $(INSTALLED)

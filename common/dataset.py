@@ -4,7 +4,6 @@
 """
 
 import hashlib
-import mmap
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import h5py
 import numpy as np
 import torch
 
@@ -21,15 +19,14 @@ from common.errors import UserError
 from common.shards import (
     DamagedShard,
     Shard,
-    locate,
-    map_array,
     missing_shards,
     plan_differences,
-    read_all,
+    read_mask_file,
     read_shard,
     shard_paths,
-    sidecar_hash,
+    sidecar_path,
     verify_shard,
+    verify_sidecar,
 )
 
 TRAINING_BYTES = 24 * 2**30  # what training takes at most beside the data: the peak that the paper reports
@@ -146,55 +143,51 @@ class Dataset:
                 f"rm {shlex.quote(str(shard.path))} && {self.command}"
             )
 
-    def _sidecar(self, shard: Shard, source: str) -> Path:
-        return shard.path.with_name(f"{shard.path.stem}.{source}.h5")
-
-    def _open_masks(self, source: str) -> list[np.ndarray]:
-        name = f"{self.render}/mask"
-        if source == "gt":
-            return [shard.array(name) for shard in self.shards]
-        command = f"python make_masks.py --env {self.env}"
+    def _mask_command(self, source: str, remembered: str = "") -> str:
+        command = remembered or f"python make_masks.py --env {self.env}"
+        if not remembered and source != "sam":
+            command += f" --import DIR --name {source}"
         if self.data_dir != Path("data"):
             command += f" --data-dir {shlex.quote(str(self.data_dir))}"
-        files = [self._sidecar(shard, source) for shard in self.shards]
+        return command
+
+    def _open_masks(self, source: str) -> list[np.ndarray]:
+        if source == "gt":
+            return [shard.array(f"{self.render}/mask") for shard in self.shards]
+        files = [sidecar_path(shard.path, source) for shard in self.shards]
         absent = [path for path in files if not path.exists()]
         if len(absent) == len(files):
             present = {path.name.split(".")[1] for path in self.folder.glob("*.*.h5")}
             raise UserError(
-                f"{absent[0]}: no masks named '{source}'; there are: {', '.join(['gt', *sorted(present)])}. SAM's are "
-                f"made with: {command}"
+                f"{absent[0]}: no masks named '{source}'; there are: {', '.join(['gt', *sorted(present)])}. "
+                f"Make them with: {self._mask_command(source)}"
             )
+        masks, digest, command = [], hashlib.sha256(), self._mask_command(source)
+        for shard, path in zip(self.shards, files):
+            if path in absent:
+                continue
+            try:
+                found = read_mask_file(path, shard)
+            except DamagedShard as error:
+                raise UserError(f"{error}; repair with: rm {shlex.quote(str(path))} && {command}") from error
+            command = self._mask_command(source, found.command)
+            if self.render not in found.renders:
+                raise UserError(
+                    f"{path}: holds no {self.render}/mask; add it with: {self._mask_command(source)} "
+                    f"--render {self.render}"
+                )
+            digest.update(found.content_hash.encode())
+            masks.append(found.array(self.render))
         if absent:
             raise UserError(
                 f"{absent[0]}: masks '{source}' are missing for {len(absent)} of {len(files)} shards; finish them "
                 f"with: {command}"
             )
-        masks, digest = [], hashlib.sha256()
-        for shard, path in zip(self.shards, files):
-            try:
-                with h5py.File(path, "r", locking=False) as file:
-                    if not bool(file.attrs.get("complete", False)):
-                        raise DamagedShard(f"{path}: not complete")
-                    if str(file.attrs.get("shard_hash", "")) != shard.content_hash:
-                        raise DamagedShard(f"{path}: made from another version of {shard.path.name}")
-                    if name not in file:
-                        raise DamagedShard(f"{path}: holds no {name}")
-                    shape = (shard.frames, self.image_size**2 // 8)
-                    offset = locate(file, path, name, np.uint8, shape)
-                    digest.update(str(file.attrs.get("content_hash", "")).encode())
-            except DamagedShard as error:
-                raise UserError(f"{error}; repair with: rm {shlex.quote(str(path))} && {command}") from error
-            except (OSError, RuntimeError) as error:
-                raise UserError(
-                    f"{path}: not a readable mask file ({error}); repair with: rm {shlex.quote(str(path))} && {command}"
-                ) from error
-            with open(path, "rb") as handle:
-                masks.append(map_array(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ), np.uint8, shape, offset))
         self.mask_hash = digest.hexdigest()
         return masks
 
     def verify(self, progress: Callable[[int], None] = lambda frames: None) -> None:
-        """Re-read and re-hash every episode of both renders, and mask files that carry a hash.
+        """Re-read and re-hash every episode of both renders, and what was derived from the shards (masks).
 
         Raises UserError naming file and episode. `progress` is called after each shard with its number of frames.
         """
@@ -203,17 +196,13 @@ class Dataset:
                 verify_shard(shard)
             except DamagedShard as error:
                 raise UserError(f"{error}; repair with: rm {shlex.quote(str(shard.path))} && {self.command}") from error
+            for path in sorted(self.folder.glob(f"{shard.path.stem}.*.h5")):
+                try:
+                    verify_sidecar(path, shard)
+                except DamagedShard as error:
+                    command = self._mask_command(path.name.split(".")[1])
+                    raise UserError(f"{error}; repair with: rm {shlex.quote(str(path))} && {command}") from error
             progress(shard.frames)
-            if self.mask_source in (None, "gt"):
-                continue
-            path = self._sidecar(shard, self.mask_source)
-            with h5py.File(path, "r", locking=False) as file:
-                expected = file.attrs.get("content_hash")
-                if expected is not None and str(expected) != sidecar_hash(read_all(file)):
-                    raise UserError(
-                        f"{path}: does not match its hash; repair with: rm {shlex.quote(str(path))} && "
-                        f"python make_masks.py --env {self.env}"
-                    )
 
     # --- content
 

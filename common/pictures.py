@@ -11,15 +11,17 @@ import numpy as np
 from common.runs import atomic_path
 
 OUTLINE = (255, 0, 255)
+TRUTH = (0, 255, 0)
 
 
-def outline(images: np.ndarray, masks: np.ndarray, zoom: int) -> np.ndarray:
+def outline(images: np.ndarray, masks: np.ndarray, zoom: int, color: tuple[int, int, int] = OUTLINE) -> np.ndarray:
     """Enlarges images and draws the border of the masks one output pixel wide.
 
     Args:
         images: uint8 (N, H, W, 3).
         masks: bool (N, H, W).
         zoom: enlargement by whole pixels.
+        color: of the border.
 
     Returns uint8 (N, H zoom, W zoom, 3).
     """
@@ -27,7 +29,7 @@ def outline(images: np.ndarray, masks: np.ndarray, zoom: int) -> np.ndarray:
     inside = masks.astype(bool).repeat(zoom, axis=1).repeat(zoom, axis=2)
     padded = np.pad(inside, ((0, 0), (1, 1), (1, 1)), mode="edge")
     kept = padded[:, :-2, 1:-1] & padded[:, 2:, 1:-1] & padded[:, 1:-1, :-2] & padded[:, 1:-1, 2:]
-    images[inside & ~kept] = OUTLINE
+    images[inside & ~kept] = color
     return images
 
 

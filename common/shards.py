@@ -320,36 +320,62 @@ class _FullDisk:
             ) from error
 
 
-def write_sidecar(shard: Path, name: str, arrays: dict[str, np.ndarray], **attributes: str | int | float) -> Path:
-    """Write what was derived from a shard, e.g. `<render>/mask`, to `<shard stem>.<name>.h5`, atomically.
+class SidecarWriter:
+    """Writes what was derived from a shard, e.g. `<render>/mask`, to `<shard stem>.<name>.h5`, atomically.
 
-    arrays: dataset name -> array, first axis the shard's frames. The shard's content hash goes with it, so that it is
-    refused once the shard changes.
+    From the start on the file is claimed, so that other processes can work on other shards meanwhile, and bound to
+    the shard as it was then (`shard`). Use as a context manager. Raises ShardTaken, and DamagedShard for the shard.
     """
-    path = shard.with_name(f"{shard.stem}.{name}.h5")
-    part = path.with_name(path.name + ".part")
-    claim = claim_part(part)
-    try:
-        with _FullDisk(path):
+
+    def __init__(self, shard: Path, name: str):
+        self.path = sidecar_path(shard, name)
+        self._part = self.path.with_name(self.path.name + ".part")
+        self._claim = claim_part(self._part)
+        try:
+            self.shard = read_shard(shard)
+        except BaseException:
+            self._close()
+            raise
+
+    def __enter__(self) -> "SidecarWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        self._part.unlink(missing_ok=True)
+        os.close(self._claim)
+
+    def write(self, arrays: dict[str, np.ndarray], **attributes: str | int | float) -> Path:
+        """Make the file appear. arrays: dataset name -> array; its first axis is the shard's frames or episodes."""
+        with _FullDisk(self.path):
             schema = {key: (arrays[key].dtype, arrays[key].shape) for key in sorted(arrays)}
-            for key, offset in _lay_out(part, claim, schema, spare=1 << 16).items():
-                _write(claim, offset, arrays[key])
-            with _open_file(part, "r+") as file:
+            for key, offset in _lay_out(self._part, self._claim, schema, spare=1 << 16).items():
+                _write(self._claim, offset, arrays[key])
+            with _open_file(self._part, "r+") as file:
                 for key, value in sorted(attributes.items()):
                     file.attrs[key] = value
                 file.attrs["format_version"] = FORMAT_VERSION
-                file.attrs["shard_hash"] = read_shard(shard).content_hash
+                file.attrs["shard_hash"] = self.shard.content_hash
                 file.attrs["content_hash"] = sidecar_hash(arrays)
                 file.flush()
-                os.fsync(claim)
+                os.fsync(self._claim)
                 file.attrs["complete"] = True
-            os.fsync(claim)
-            os.replace(part, path)
-            fsync_folder(path.parent)
-    finally:
-        part.unlink(missing_ok=True)
-        os.close(claim)
-    return path
+            os.fsync(self._claim)
+            os.replace(self._part, self.path)
+            fsync_folder(self.path.parent)
+        return self.path
+
+
+def write_sidecar(shard: Path, name: str, arrays: dict[str, np.ndarray], **attributes: str | int | float) -> Path:
+    """Write `<shard stem>.<name>.h5` in one go; see SidecarWriter."""
+    with SidecarWriter(shard, name) as writer:
+        return writer.write(arrays, **attributes)
+
+
+def sidecar_path(shard: Path, name: str) -> Path:
+    return shard.with_name(f"{shard.stem}.{name}.h5")
 
 
 def read_all(group: h5py.Group, prefix: str = "") -> dict[str, np.ndarray]:
@@ -474,6 +500,67 @@ def read_shard(path: Path) -> Shard:
     except (OSError, RuntimeError, KeyError, ValueError, UnicodeDecodeError, TypeError) as error:
         reason = "truncated" if "truncated" in str(error) else f"not a readable shard ({error})"
         raise DamagedShard(f"{path}: {reason}") from error
+
+
+@dataclass
+class MaskFile:
+    """What the header of a shard's mask file says, checked. `settings`: how the masks came about."""
+
+    path: Path
+    renders: tuple[str, ...]
+    settings: dict[str, Any]
+    command: str
+    content_hash: str
+    iou: dict[str, np.ndarray]  # render -> float64 (N,): mean IoU with the simulator's masks, by episode
+    empty: dict[str, np.ndarray]  # render -> int64 (N,): frames without a mask, by episode
+    shape: tuple[int, int]
+    offset: dict[str, int]
+
+    def array(self, render: str) -> np.ndarray:
+        """A read-only memory map of a render's bit-packed masks, uint8 (T, H W / 8)."""
+        with open(self.path, "rb") as handle:
+            buffer = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+        return map_array(buffer, np.uint8, self.shape, self.offset[render])
+
+
+def read_mask_file(path: Path, shard: Shard) -> MaskFile:
+    """Read and check the header of a mask file. DamagedShard if it is partial, unreadable or of another shard."""
+    shape = (shard.frames, shard.plan["image_size"] ** 2 // 8)
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            attrs = dict(file.attrs)
+            if not bool(attrs.get("complete", False)):
+                raise DamagedShard(f"{path}: not complete")
+            if str(attrs.get("shard_hash", "")) != shard.content_hash:
+                raise DamagedShard(f"{path}: made from another version of {shard.path.name}")
+            renders = tuple(render for render in RENDERS if f"{render}/mask" in file)
+            return MaskFile(
+                path=path,
+                renders=renders,
+                settings=json.loads(attrs.get("settings", "{}")),
+                command=str(attrs.get("command", "")),
+                content_hash=str(attrs.get("content_hash", "")),
+                iou={render: file[f"{render}/iou"][:] for render in renders if f"{render}/iou" in file},
+                empty={render: file[f"{render}/empty"][:] for render in renders if f"{render}/empty" in file},
+                shape=shape,
+                offset={render: locate(file, path, f"{render}/mask", np.uint8, shape) for render in renders},
+            )
+    except FileNotFoundError:
+        raise DamagedShard(f"{path}: no such file") from None
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
+        raise DamagedShard(f"{path}: not a readable mask file ({error})") from error
+
+
+def verify_sidecar(path: Path, shard: Shard) -> None:
+    """Re-hash a file that was derived from a shard. Raises DamagedShard."""
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            if str(file.attrs.get("shard_hash", "")) != shard.content_hash:
+                raise DamagedShard(f"{path}: made from another version of {shard.path.name}")
+            if str(file.attrs.get("content_hash", "")) != sidecar_hash(read_all(file)):
+                raise DamagedShard(f"{path}: does not match its hash")
+    except (OSError, RuntimeError, KeyError) as error:
+        raise DamagedShard(f"{path}: not readable ({error})") from error
 
 
 def _plain(value: Any) -> Any:
