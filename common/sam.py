@@ -134,11 +134,13 @@ def compile_predictor(predictor: SAM2VideoPredictor, batch: int) -> None:
 def prepare(frames: Tensor, image_size: int) -> Tensor:
     """uint8 frames (B, H, W, 3) as the image encoder wants them: float32 (B, 3, image_size, image_size), normalised.
 
-    Bicubic and rounded to whole levels, as the package's own loader does it with PIL.
+    Bicubic, rows first, and rounded to whole levels after each direction, as the package's own loader does it with PIL.
     """
     images = frames.permute(0, 3, 1, 2).float()
-    images = F.interpolate(images, (image_size, image_size), mode="bicubic", align_corners=False, antialias=True)
-    images = images.clamp_(0, 255).round_().div_(255)
+    for size in ((frames.shape[1], image_size), (image_size, image_size)):
+        images = F.interpolate(images, size, mode="bicubic", align_corners=False, antialias=True)
+        images = images.clamp_(0, 255).round_()
+    images.div_(255)
     mean, std = (torch.tensor(values, device=frames.device)[:, None, None] for values in (MEAN, STD))
     return images.sub_(mean).div_(std)
 
@@ -153,7 +155,8 @@ class Tracker:
         box: (x0, y0, x1, y1) in pixels of the frames, the same for every video.
         size: height and width of the frames.
         batch: number of videos.
-        num_frames: of the shortest video; the model treats videos shorter than its 16 pointers differently.
+        num_frames: of the longest video. The model scales time by it below its 16 pointers, so shorter videos must all
+            have the same length.
     """
 
     def __init__(
@@ -274,7 +277,7 @@ def segment_episodes(
     masks = [np.empty(0, np.uint8)] * len(episodes)
     for group in group_episodes(lengths, batch, predictor.max_obj_ptrs_in_encoder):
         longest = lengths[group[0]]
-        tracker = Tracker(predictor, box, (height, width), len(group), lengths[group[-1]])
+        tracker = Tracker(predictor, box, (height, width), len(group), longest)
         # Masks stay on the device until the group is done, so that no step waits for a copy.
         packed = torch.zeros(len(group), longest, height * width // 8, dtype=torch.uint8, device=device)
         alive, chunk = len(group), torch.empty(0)

@@ -58,12 +58,17 @@ def write(
     env: str = "cheetah-run",
     moving: bool = True,
     success: tuple[bool, ...] | None = None,
+    shards: int = 1,
+    lengths: tuple[int, ...] | None = None,
 ) -> Path:
     """Writes both splits of a planted set (episodes of `length` transitions) and returns `data_dir`.
+
+    `shards`: of each split, episodes dealt evenly. `lengths`: of a split's episodes in turn, instead of `length`.
 
     `success`: for Meta-World, whether each of the train episodes succeeds at its end; those of the test split do.
     """
     for number, (split, episodes) in enumerate((("train", train), ("test", test))):
+        steps = [(lengths or (length,))[i % len(lengths or (length,))] for i in range(episodes)]
         plan = {
             "env": env,
             "split": split,
@@ -72,9 +77,9 @@ def write(
             "state_dim": 2,
             "success": success is not None,
             "renders": ["clean", "distractor"],
-            "num_shards": 1,
-            "num_transitions": episodes * length,
-            "episode_length": length,
+            "num_shards": shards,
+            "num_transitions": sum(steps),
+            "episode_length": max(steps),
             "expert": "planted",
             "expert_sha256": "",
             "quality": "fast",
@@ -90,12 +95,14 @@ def write(
         folder = data_dir / env / split
         folder.mkdir(parents=True, exist_ok=True)
         rng = np.random.default_rng([number, 7])
-        with ShardWriter(folder / "00000.h5", plan, 0, episodes * (length + 1), episodes) as writer:
-            for index in range(episodes):
-                arrays = episode(rng, length, size, action_dim, moving)
-                if success is not None:
-                    arrays["success"] = np.zeros(length + 1, bool)
-                    arrays["success"][length - 1] = split == "test" or success[index]
-                writer.append(arrays, seed=index)
-            writer.commit()
+        for shard, part in enumerate(np.array_split(np.arange(episodes), shards)):
+            frames = sum(steps[index] + 1 for index in part)
+            with ShardWriter(folder / f"{shard:05d}.h5", plan, shard, frames, len(part)) as writer:
+                for index in part.tolist():
+                    arrays = episode(rng, steps[index], size, action_dim, moving)
+                    if success is not None:
+                        arrays["success"] = np.zeros(steps[index] + 1, bool)
+                        arrays["success"][steps[index] - 1] = split == "test" or success[index]
+                    writer.append(arrays, seed=index)
+                writer.commit()
     return data_dir
