@@ -217,7 +217,7 @@ class Segmenter:
             args.model, weights, args.image_size, device, name=f"--checkpoint {checkpoint}"
         )
         if args.compile:
-            sam.compile_predictor(self.predictor, self.batch)
+            sam.compile_predictor(self.predictor)
         self.progress = runs.Progress(f"SAM 2.1 {args.model}", frames, "frames", done)
 
     def __call__(self, job: Job, shard: Shard, render: str, first: int) -> np.ndarray:

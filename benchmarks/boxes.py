@@ -2,8 +2,8 @@
 
     python -m benchmarks.boxes --out runs/boxes.json
 
-Every episode starts with the paper's distractors. "box" is the median of the agent's bounding boxes over the seeds, edge by
-edge, the wider one of the two renders', and a margin of a 32nd of the picture. "union" holds every one of them.
+Every episode starts with the paper's distractors. "box" is the median of the agent's bounding boxes over the seeds,
+edge by edge, the wider one of the two renders', and a margin of a 32nd of the picture. "union" holds every one of them.
 """
 
 import shlex

@@ -5,9 +5,10 @@
 #   benchmarks/gpu.sh run [OUT_DIR]                               there, from the repository's root
 #
 # pack: BUNDLE_SCRIPT OUT.tgz writes the simulators as a tar file of Python 3.12 packages; DAVIS_DIR is DAVIS 2017 in its
-# official layout, EXPERT_DIR holds the LAOM experts. pip and apt-get need a network.
+# official layout, EXPERT_DIR holds the LAOM experts. pip and apt-get need a network; SAM 2 is copied from the Python that
+# PYTHON names (python3).
 # run: makes cheetah-run data, trains LAPO and MaskLAM at the paper's network size on a short schedule and measures
-# throughput; every step has a time limit, and a failure is noted. OUT_DIR (default runs/gpu) gets gpu.json, which is
+# throughput and SAM 2.1's frames/s (random weights); every step has a time limit, and a failure is noted. OUT_DIR (default runs/gpu) gets gpu.json, which is
 # written anew after every step, gpu.log and pictures.
 #
 # Environment of run: PYTHON (python3), GPU_SH_SECONDS (560: all steps together), GPU_SH_LAM_UPDATES (2000),
@@ -19,6 +20,7 @@ BUNDLE=.gpu_bundle
 MAX_MIB=60
 # Only for machines that lack one of them; there all are used.
 EXTRA=(h5py tqdm imageio safetensors matplotlib contourpy cycler kiwisolver pillow pyparsing python-dateutil six packaging)
+SAM_PACKAGES=(sam2 hydra omegaconf antlr4 iopath portalocker) # pure Python, mostly without wheels
 GL_PACKAGES=(libegl1 libglvnd0 libopengl0 libgl1 libglx0 libgles2)
 
 fail() {
@@ -55,6 +57,27 @@ pack() {
         rm -rf matplotlib/backends/web_backend matplotlib/mpl-data/fonts/ttf/{STIX,cm}*
     )
     tar cf - -C "$temporary/extra" . | gzip -9 >"$new/extra.tgz"
+
+    echo "SAM 2"
+    mkdir "$temporary/sam"
+    "${PYTHON:-python3}" - "$temporary/sam" "${SAM_PACKAGES[@]}" <<'PYTHON_END' || fail "SAM 2 is not installed, see requirements-sam.txt"
+import importlib.util
+import shutil
+import sys
+
+for name in sys.argv[2:]:
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        sys.exit(f"no package {name}")
+    source = spec.submodule_search_locations[0]
+    shutil.copytree(source, f"{sys.argv[1]}/{name}", ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.cu"))
+PYTHON_END
+    python3 -m pip download -q --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
+        --implementation cp --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+        -d "$temporary/sam" pyyaml typing_extensions
+    for name in "$temporary/sam"/*.whl; do python3 -m zipfile -e "$name" "$temporary/sam"; done
+    rm "$temporary/sam"/*.whl
+    tar cf - -C "$temporary/sam" . | gzip -9 >"$new/sam.tgz"
 
     echo "OpenGL's dispatch libraries"
     if (cd "$temporary/gl" && apt-get download -qq "${GL_PACKAGES[@]}"); then
@@ -132,7 +155,7 @@ for script in ("lapo", "masklam"):
             entry = json.loads(line)
             newest[entry["stage"]] = entry
         result[script] = {"complete": False, "newest_metrics": newest}
-for name in ("rendering", "throughput_lapo", "throughput_masklam"):
+for name in ("rendering", "sam", "throughput_lapo", "throughput_masklam"):
     if (found := read(work / f"{name}.json")) is not None:
         result[name] = {key: value for key, value in found.items() if key not in ("versions", "machine", "commit")}
 runs.write_json(out / "gpu.json", result)
@@ -191,6 +214,7 @@ run() {
         tar xzf "$BUNDLE/simulators.tgz" -C "$site"
         "$PYTHON" -c 'import h5py, imageio, matplotlib, safetensors, tqdm' 2>>"$OUT_DIR/gpu.log" ||
             tar xzf "$BUNDLE/extra.tgz" -C "$site"
+        "$PYTHON" -c 'import sam2' 2>>"$OUT_DIR/gpu.log" || tar xzf "$BUNDLE/sam.tgz" -C "$site"
         export PYTHONPATH=$PYTHONPATH:$site
         if [ -d "$BUNDLE/gl" ] && ! ldconfig -p | grep -q 'libEGL\.so\.1'; then
             cp -r "$BUNDLE/gl" "$WORK/gl"
@@ -214,6 +238,7 @@ run() {
         --eval-episodes 16 --eval-envs 16 --clips-dir "$BUNDLE/DAVIS")
     local sweep=(--sweep --stages lam bc --windows 3 --window-seconds 1.5)
     local stages=(--windows 3 --window-seconds 1.5)
+    local segment=(--sizes 1024 512 --rows package 1 8 16 8c --memory-frames 1000)
     local render=(--qualities full --kinds physics distractor both masks --windows 2 --window-seconds 1.5)
     if [ "$TINY" = 1 ]; then
         make=(--train-transitions 60 --test-transitions 20 --episode-length 20 --quality fast --render distractor
@@ -223,6 +248,7 @@ run() {
             --eval-episodes 1 --eval-envs 1 --eval-steps 3 --device cpu)
         sweep=(--quick --batch-size 4 --stages lam --windows 1 --window-seconds 0.01 --warmup 1 --device cpu)
         stages=("${sweep[@]}" --stages decoder)
+        segment=(--sizes 128 --rows 1 2 --warmup 2 --frames 2 --memory-frames 3 --memory-size 128 --device cpu)
         render=(--qualities fast --kinds clean --windows 1 --window-seconds 0.01)
     fi
 
@@ -240,6 +266,7 @@ run() {
         step "$name" 240 "$PYTHON" "$name.py" --env cheetah-run --data-dir "$data" --runs-dir "$WORK/runs" \
             --variant gpu "${train[@]}"
     done
+    step sam 130 "$PYTHON" -m benchmarks.sam "${segment[@]}" --out "$WORK/sam.json"
     # Networks and shapes are those of the training, so that its compiled code is found again.
     step throughput_masklam 100 "$PYTHON" -m benchmarks.throughput --script masklam --env cheetah-run \
         --data-dir "$data" "${sweep[@]}" --out "$WORK/throughput_masklam.json"

@@ -33,7 +33,13 @@ class Args:
     """size of the image encoder"""
     sizes: tuple[int, ...] = (1024, 512)
     """heights and widths at which SAM sees a frame"""
-    rows: tuple[Literal["package", "1", "8", "16", "1c", "8c", "16c"], ...] = ("package", "1", "8", "16", "8c")
+    rows: tuple[Literal["package", "1", "2", "4", "8", "16", "32", "1c", "2c", "4c", "8c", "16c", "32c"], ...] = (
+        "package",
+        "1",
+        "8",
+        "16",
+        "8c",
+    )
     """what to time: the package's own path, or this number of episodes side by side; c: compiled"""
     warmup: int = 20
     """frames of each episode before the clock starts: by then the memory is full and code is compiled"""
@@ -69,14 +75,14 @@ def load(args: Args, size: int, device: torch.device) -> Any:
     return sam.load_predictor(args.model, None, size, device)
 
 
-def time_batch(args: Args, size: int, batch: int, compiled: bool, device: torch.device) -> dict[str, float]:
+def time_batch(args: Args, size: int, batch: int, compiled: bool, device: torch.device) -> dict[str, Any]:
     """Frames/s of all episodes together once the memory is full, and the seconds until then."""
     predictor = load(args, size, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     start = clock(device)
     if compiled:
-        sam.compile_predictor(predictor, batch)
+        sam.compile_predictor(predictor)
     total = args.warmup + args.frames
     frames = torch.from_numpy(np.stack([episode(total, seed) for seed in range(batch)])).to(device)
     tracker = sam.Tracker(predictor, BOX, (FRAME_SIZE, FRAME_SIZE), batch, total)
@@ -90,7 +96,30 @@ def time_batch(args: Args, size: int, batch: int, compiled: bool, device: torch.
         "frames_per_s": batch * args.frames / seconds,
         "warmup_s": begin - start,
         "peak_gib": runs.peak_memory_gib(device),
+        "share": shares(predictor, tracker, frames[:, -1], device),
     }
+
+
+def shares(predictor: Any, tracker: sam.Tracker, frames: torch.Tensor, device: torch.device) -> dict[str, float]:
+    """The share of each network in the time of one step, waiting for the device around each."""
+    spent: dict[str, float] = {}
+    hooks = []
+    for name in ("image_encoder", "memory_attention", "sam_mask_decoder", "memory_encoder"):
+
+        def before(*_: Any, name: str = name) -> None:
+            spent[name] = spent.get(name, 0.0) - clock(device)
+
+        def after(*_: Any, name: str = name) -> None:
+            spent[name] += clock(device)
+
+        module = getattr(predictor, name)
+        hooks += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    start = clock(device)
+    tracker.step(frames)
+    whole = clock(device) - start
+    for hook in hooks:
+        hook.remove()
+    return {name: seconds / whole for name, seconds in spent.items()}
 
 
 def time_package(args: Args, size: int, device: torch.device) -> dict[str, float]:
@@ -182,7 +211,8 @@ def main(args: Args) -> None:
             except torch.cuda.OutOfMemoryError as error:
                 found = {"error": str(error).splitlines()[0]}
             outcome["rows"].append({"size": size, "row": row, "batch": batch, "compiled": compiled} | found)
-            numbers = "  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items())
+            flat = {k: v for k, v in found.items() if k != "share"} | found.get("share", {})
+            numbers = "  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in flat.items())
             print(f"{size:5} {row:8} {numbers}", flush=True)
             save()
     if args.memory_frames:

@@ -117,18 +117,18 @@ def load_predictor(
     return predictor.to(device).eval()
 
 
-def compile_predictor(predictor: SAM2VideoPredictor, batch: int) -> None:
-    """torch.compile for what takes the time: image encoder, memory attention, memory encoder and mask decoder.
+def compile_predictor(predictor: SAM2VideoPredictor) -> None:
+    """torch.compile for the image encoder, the mask decoder and the memory encoder.
 
-    Positional encodings are made once, on first use, and cannot be made while compiling: two steps run before.
+    Not for the memory attention: the number of memories grows over the first frames, and its rotary encoding is made of
+    complex numbers, for which the compiler generates no code. Positional encodings are cached on first use, which
+    cannot happen while compiling: two steps run before.
     """
-    warm = Tracker(predictor, (0, 0, 8, 8), (64, 64), batch, 2)
+    warm = Tracker(predictor, (0, 0, 8, 8), (64, 64), 1, 2)
     for _ in range(2):
-        warm.step(torch.zeros(batch, 64, 64, 3, dtype=torch.uint8, device=predictor.device))
-    for module in (predictor.image_encoder, predictor.memory_encoder, predictor.sam_mask_decoder):
+        warm.step(torch.zeros(1, 64, 64, 3, dtype=torch.uint8, device=predictor.device))
+    for module in (predictor.image_encoder, predictor.sam_mask_decoder, predictor.memory_encoder):
         module.forward = torch.compile(module.forward)
-    # The number of memories grows over the first frames.
-    predictor.memory_attention.forward = torch.compile(predictor.memory_attention.forward, dynamic=True)
 
 
 def prepare(frames: Tensor, image_size: int) -> Tensor:

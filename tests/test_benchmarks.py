@@ -30,6 +30,8 @@ def python(*arguments: str) -> subprocess.CompletedProcess:
 def check_about(result: dict, module: str) -> None:
     assert result["command"].startswith(f"python -m {module}")
     assert result["versions"]["torch"] == torch.__version__.split("+")[0]
+    assert [row["frames_per_s"] > 0 for row in result["sam"]["rows"]] == [True, True]
+    assert [point["frame"] for point in result["sam"]["memory"]["points"]] == [1, 3]
     assert result["machine"]["cores"] == os.cpu_count()
     assert "commit" in result
 
@@ -226,7 +228,7 @@ def test_gpu_script_runs_at_tiny_size(tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "gpu.json").read_text())
     steps = {name: step["status"] for name, step in result["steps"].items()}
-    names = ["machine", "rendering", "dataset", "lapo", "masklam", "throughput_masklam", "throughput_lapo"]
+    names = ["machine", "rendering", "dataset", "lapo", "masklam", "sam", "throughput_masklam", "throughput_lapo"]
     assert steps == dict.fromkeys(names, "ok"), (tmp_path / "gpu.log").read_text()[-3000:]
     for script in ("lapo", "masklam"):
         assert result[script]["complete"]
@@ -235,6 +237,8 @@ def test_gpu_script_runs_at_tiny_size(tmp_path):
         assert result[f"throughput_{script}"]["measurements"][0]["mfu"]["convolution"] > 0
         assert (tmp_path / f"{script}.png").stat().st_size > 1000
     assert result["rendering"]["measurements"][0]["states_per_s"] > 0
+    assert [row["frames_per_s"] > 0 for row in result["sam"]["rows"]] == [True, True]
+    assert [point["frame"] for point in result["sam"]["memory"]["points"]] == [1, 3]
     assert result["machine"]["cores"] == os.cpu_count()
 
 
