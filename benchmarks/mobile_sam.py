@@ -43,6 +43,11 @@ class Args:
     """height and width at which MobileSAM sees a frame; it was trained at 1024"""
     out: Path = Path("foreign")
     """folder for the masks, in the layout that make_masks.py --import reads"""
+    first_frames: int = 0
+    """make no masks: IoU in the first frames of this number of train episodes, with the task's box and with the union of
+    the agent's boxes in all of them"""
+    json: Path | None = None
+    """JSON file for that"""
 
 
 def load(package: Path, size: int) -> Any:
@@ -86,16 +91,21 @@ def embed(model: Any, frame: np.ndarray, size: int) -> torch.Tensor:
 @torch.inference_mode()
 def segment(model: Any, frame: np.ndarray, box: np.ndarray, size: int) -> np.ndarray:
     """Mask, bool (H, W), of what lies in a box (x0, y0, x1, y1) in pixels of the frame uint8 (H, W, 3)."""
-    prompt = torch.from_numpy(box)[None].float() * size / frame.shape[0]
+    return decode(model, embed(model, frame, size), frame.shape[:2], box, size)
+
+
+def decode(model: Any, embedding: torch.Tensor, shape: tuple[int, ...], box: np.ndarray, size: int) -> np.ndarray:
+    """The same for a frame of `shape` that is embedded already."""
+    prompt = torch.from_numpy(box)[None].float() * size / shape[0]
     sparse, dense = model.prompt_encoder(points=None, boxes=prompt, masks=None)
     logits, _ = model.mask_decoder(
-        image_embeddings=embed(model, frame, size),
+        image_embeddings=embedding,
         image_pe=model.prompt_encoder.get_dense_pe(),
         sparse_prompt_embeddings=sparse,
         dense_prompt_embeddings=dense,
         multimask_output=False,
     )
-    return F.interpolate(logits, frame.shape[:2], mode="bilinear", align_corners=False)[0, 0].numpy() > 0
+    return F.interpolate(logits, shape, mode="bilinear", align_corners=False)[0, 0].numpy() > 0
 
 
 def box_around(mask: np.ndarray) -> np.ndarray:
@@ -105,8 +115,37 @@ def box_around(mask: np.ndarray) -> np.ndarray:
     return np.clip(np.array(box, np.float64), 0, mask.shape[0])
 
 
+@torch.inference_mode()
+def first_frames(args: Args, model: Any) -> None:
+    """Compare two boxes in first frames."""
+    dataset = Dataset(args.data_dir, args.env, "train", args.render)
+    starts, size = dataset.episode_start[: min(args.first_frames, dataset.num_episodes)], dataset.image_size
+    truth = np.unpackbits(dataset.masks(starts), axis=1).reshape(len(starts), size, size).astype(bool)
+    edges = [(x.min(), y.min(), x.max() + 1, y.max() + 1) for y, x in map(np.nonzero, truth)]
+    union = np.array([*np.min(edges, 0)[:2], *np.max(edges, 0)[2:]], np.float64)
+    boxes = {"task": np.array(get_task(args.env).scaled_box(size)), "union": union}
+    iou: dict[str, list[float]] = {name: [] for name in boxes}
+    for frame, mask in zip(dataset.frames(starts), truth):
+        embedding = embed(model, frame, args.image_size)
+        for name, box in boxes.items():
+            found = decode(model, embedding, mask.shape, box, args.image_size)
+            iou[name].append(float((found & mask).sum() / (found | mask).sum()))
+    outcome = {
+        name: {"box": box.tolist(), "mean_iou": float(np.mean(iou[name])), "iou": iou[name]}
+        for name, box in boxes.items()
+    }
+    for name, found in outcome.items():
+        print(f"{args.env}, {name} box {found['box']}: IoU {found['mean_iou']:.2f} in {len(starts)} first frames")
+    if args.json:
+        about = {"env": args.env, "render": args.render, "image_size": args.image_size, "commit": runs.git_commit()}
+        runs.write_json(args.json, about | {"boxes": outcome})
+
+
 def main(args: Args) -> None:
     model = load(args.package, args.image_size)
+    if args.first_frames:
+        first_frames(args, model)
+        return
     task = get_task(args.env)
     for split in ("train", "test") if args.split == "both" else (args.split,):
         dataset = Dataset(args.data_dir, args.env, split, args.render)
