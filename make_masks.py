@@ -149,8 +149,8 @@ def empty_frames(masks: np.ndarray, episode_start: np.ndarray) -> np.ndarray:
     return np.add.reduceat((~masks.any(1)).astype(np.int64), episode_start[:-1])
 
 
-def existing(path: Path, shard: Shard, settings: dict[str, Any]) -> MaskFile | None:
-    """The mask file of a shard; None if there is none, or none of this shard as it is now.
+def existing(path: Path, shard: Shard, settings: dict[str, Any], announce: bool = False) -> MaskFile | None:
+    """The mask file of a shard; None if there is none, or none of this shard as it is now (`announce` prints why).
 
     Raises UserError if it was made with other settings.
     """
@@ -159,7 +159,8 @@ def existing(path: Path, shard: Shard, settings: dict[str, Any]) -> MaskFile | N
     try:
         found = read_mask_file(path, shard)
     except DamagedShard as error:
-        print(f"{error}; making it again")
+        if announce:
+            print(f"{error}; making it again")
         return None
     known = {key: value for key, value in found.settings.items() if key in settings or key == "method"}
     if lines := plan_differences(known, settings):
@@ -243,6 +244,8 @@ def sam_command(args: Args, env: str) -> str:
     for option, value in (("name", args.name), ("model", args.model), ("image-size", args.image_size)):
         if value != getattr(Args, option.replace("-", "_")):
             words.append(f"--{option} {value}")
+    if args.checkpoint is not None:
+        words.append("--checkpoint FILE")
     if args.box is not None:
         words.append(f"--box {' '.join(map(str, args.box))}")
     return " ".join(words)
@@ -253,7 +256,7 @@ def make(args: Args, jobs: list[Job]) -> None:
     todo, done = [], 0
     for job in jobs:
         for number, shard in enumerate(job.dataset.shards):
-            found = existing(sidecar_path(shard.path, args.name), shard, sam_settings(args, job))
+            found = existing(sidecar_path(shard.path, args.name), shard, sam_settings(args, job), announce=True)
             missing = [render for render in job.renders if found is None or render not in found.renders]
             done += shard.frames * (len(job.renders) - len(missing))
             if missing:
@@ -379,7 +382,7 @@ def read_episode(path: Path) -> np.ndarray:
 
 
 def take_in(args: Args, jobs: list[Job]) -> None:
-    """Write the mask files from the masks in --import. Everything is checked before the first one is written."""
+    """Write the mask files from the masks in --import. Numbers and sizes are checked before the first one is written."""
     settings = {"method": "import"}
     places: dict[tuple[int, str], list[Path]] = {}
     for number, job in enumerate(jobs):
@@ -390,7 +393,7 @@ def take_in(args: Args, jobs: list[Job]) -> None:
             for path, frames in zip(places[number, render], np.diff(dataset.episode_start)):
                 check_episode(path, int(frames), dataset.image_size)
         for shard in dataset.shards:
-            existing(sidecar_path(shard.path, args.name), shard, settings)
+            existing(sidecar_path(shard.path, args.name), shard, settings, announce=True)
     progress = runs.Progress(f"masks '{args.name}'", sum(job.frames for job in jobs), "frames")
 
     for number, job in enumerate(jobs):

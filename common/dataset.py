@@ -200,8 +200,10 @@ class Dataset:
                 try:
                     verify_sidecar(path, shard)
                 except DamagedShard as error:
-                    command = self._mask_command(path.name.split(".")[1])
-                    raise UserError(f"{error}; repair with: rm {shlex.quote(str(path))} && {command}") from error
+                    repair, source = f"rm {shlex.quote(str(path))}", path.name.split(".")[1]
+                    if source not in ("raft", "dino"):  # training makes these again by itself
+                        repair += f" && {self._mask_command(source)}"
+                    raise UserError(f"{error}; repair with: {repair}") from error
             progress(shard.frames)
 
     # --- content

@@ -330,7 +330,7 @@ class SidecarWriter:
     def __init__(self, shard: Path, name: str):
         self.path = sidecar_path(shard, name)
         self._part = self.path.with_name(self.path.name + ".part")
-        self._claim = claim_part(self._part)
+        self._claim, self._written = claim_part(self._part), False
         try:
             self.shard = read_shard(shard)
         except BaseException:
@@ -344,7 +344,8 @@ class SidecarWriter:
         self._close()
 
     def _close(self) -> None:
-        self._part.unlink(missing_ok=True)
+        if not self._written:  # else a file of that name is another process's by now
+            self._part.unlink(missing_ok=True)
         os.close(self._claim)
 
     def write(self, arrays: dict[str, np.ndarray], **attributes: str | int | float) -> Path:
@@ -364,6 +365,7 @@ class SidecarWriter:
                 file.attrs["complete"] = True
             os.fsync(self._claim)
             os.replace(self._part, self.path)
+            self._written = True
             fsync_folder(self.path.parent)
         return self.path
 

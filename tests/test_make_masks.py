@@ -97,7 +97,7 @@ def test_mask_files_hold_what_the_tracker_gives(made, checkpoint):
         shard = read_shard(made / "cheetah-run" / f"{name}.h5")
         found = read_mask_file(made / "cheetah-run" / f"{name}.sam.h5", shard)
         assert found.renders == ("clean", "distractor") and found.settings == settings
-        assert found.command == "python make_masks.py --env cheetah-run --image-size 128"
+        assert found.command == "python make_masks.py --env cheetah-run --image-size 128 --checkpoint FILE"
         for render in found.renders:
             frames, starts = shard.array(f"{render}/observation"), shard.episode_start
             episodes = [frames[start:stop] for start, stop in itertools.pairwise(starts)]
@@ -245,7 +245,7 @@ def test_other_settings_are_refused_and_another_name_is_not(made, checkpoint, tm
     run(folder, checkpoint, "--box", "2", "3", "30", "31", "--name", "wide", "--split", "test", "--render", "clean")
     found = read_mask_file(folder / "cheetah-run/test/00000.wide.h5", read_shard(folder / "cheetah-run/test/00000.h5"))
     assert found.settings["box"] == [2.0, 3.0, 30.0, 31.0] and found.renders == ("clean",)
-    assert found.command.endswith("--name wide --image-size 128 --box 2 3 30 31")
+    assert found.command.endswith("--name wide --image-size 128 --checkpoint FILE --box 2 3 30 31")
 
 
 @pytest.mark.parametrize(
