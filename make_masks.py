@@ -382,7 +382,7 @@ def read_episode(path: Path) -> np.ndarray:
 
 
 def take_in(args: Args, jobs: list[Job]) -> None:
-    """Write the mask files from the masks in --import. Numbers and sizes are checked before the first one is written."""
+    """Write the mask files from the masks in --import. Numbers and sizes are checked before the first is written."""
     settings = {"method": "import"}
     places: dict[tuple[int, str], list[Path]] = {}
     for number, job in enumerate(jobs):
