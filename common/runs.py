@@ -153,7 +153,7 @@ def versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     found = {"python": platform.python_version()}
-    for package in ("torch", "numpy", "h5py", "dm_control", "mujoco", "metaworld", "gymnasium"):
+    for package in ("torch", "numpy", "h5py", "dm_control", "mujoco", "metaworld", "gymnasium", "sam2"):
         with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
     return found

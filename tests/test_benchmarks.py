@@ -30,8 +30,6 @@ def python(*arguments: str) -> subprocess.CompletedProcess:
 def check_about(result: dict, module: str) -> None:
     assert result["command"].startswith(f"python -m {module}")
     assert result["versions"]["torch"] == torch.__version__.split("+")[0]
-    assert [row["frames_per_s"] > 0 for row in result["sam"]["rows"]] == [True, True]
-    assert [point["frame"] for point in result["sam"]["memory"]["points"]] == [1, 3]
     assert result["machine"]["cores"] == os.cpu_count()
     assert "commit" in result
 
