@@ -176,7 +176,9 @@ def write_masks(
 ) -> int:
     """Write the mask file of a shard. Returns the masks made, 0 if another process had made them already.
 
-    keep: renders that the file has already are kept. Raises ShardTaken if another process is at it.
+    keep: renders that the file has already are kept, else those of the job are made again.
+
+    Raises ShardTaken if another process is at it.
     """
     path = job.dataset.shards[number].path
     first = sum(shard.num_episodes for shard in job.dataset.shards[:number])
@@ -184,13 +186,13 @@ def write_masks(
         shard = writer.shard
         if shard.content_hash != job.dataset.shards[number].content_hash:
             raise UserError(f"{path}: was replaced while this command ran; run it again")
-        old = existing(writer.path, shard, settings) if keep else None
-        if old is not None and set(job.renders) <= set(old.renders):
+        old = existing(writer.path, shard, settings)
+        if keep and old is not None and set(job.renders) <= set(old.renders):
             return 0
         arrays: dict[str, np.ndarray] = {}
         made = 0
         for render in RENDERS:
-            if old is not None and render in old.renders:
+            if old is not None and render in old.renders and (keep or render not in job.renders):
                 masks = old.array(render).copy()
             elif render in job.renders:
                 masks = segment(job, shard, render, first)
@@ -253,10 +255,15 @@ def sam_command(args: Args, env: str) -> str:
 
 def make(args: Args, jobs: list[Job]) -> None:
     """Run SAM over every shard that has no masks of these settings yet."""
-    todo, done = [], 0
+    todo, done, digest = [], 0, {}
+    if args.checkpoint is not None:
+        sam.check_file(args.checkpoint)
+        digest = {"checkpoint_sha256": sam.file_sha256(args.checkpoint)}
     for job in jobs:
         for number, shard in enumerate(job.dataset.shards):
-            found = existing(sidecar_path(shard.path, args.name), shard, sam_settings(args, job), announce=True)
+            found = existing(
+                sidecar_path(shard.path, args.name), shard, sam_settings(args, job) | digest, announce=True
+            )
             missing = [render for render in job.renders if found is None or render not in found.renders]
             done += shard.frames * (len(job.renders) - len(missing))
             if missing:

@@ -172,10 +172,7 @@ class Dataset:
                 raise UserError(f"{error}; repair with: rm {shlex.quote(str(path))} && {command}") from error
             command = self._mask_command(source, found.command)
             if self.render not in found.renders:
-                raise UserError(
-                    f"{path}: holds no {self.render}/mask; add it with: {self._mask_command(source)} "
-                    f"--render {self.render}"
-                )
+                raise UserError(f"{path}: holds no {self.render}/mask; add it with: {command} --render {self.render}")
             digest.update(found.content_hash.encode())
             masks.append(found.array(self.render))
         if absent:

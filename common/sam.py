@@ -69,16 +69,20 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_checkpoint(path: Path) -> dict[str, Tensor]:
-    """The weights in a checkpoint of SAM 2.1. UserError if the file is something else."""
+def check_file(path: Path) -> None:
+    """UserError if there is no checkpoint at `path`."""
     if not path.is_file():
         raise UserError(f"--checkpoint {path}: no such file")
+
+
+def read_checkpoint(path: Path) -> dict[str, Tensor]:
+    """The weights in a checkpoint of SAM 2.1. UserError if the file is something else."""
+    check_file(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError, KeyError) as error:
-        raise UserError(
-            f"--checkpoint {path}: not a checkpoint of torch, or damaged ({str(error).splitlines()[0]})"
-        ) from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"--checkpoint {path}: not a checkpoint of torch, or damaged ({reason})") from error
     weights = state.get("model") if isinstance(state, dict) else None
     if not isinstance(weights, dict):
         raise UserError(f"--checkpoint {path}: holds no 'model', so it is not a checkpoint of SAM 2.1")

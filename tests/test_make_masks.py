@@ -352,6 +352,15 @@ def test_foreign_masks_that_changed_replace_the_old_ones(tmp_path, data):
     assert report["renders"]["distractor"]["episode_empty"] == [0, 0, 0, 1]
 
 
+def test_importing_one_render_keeps_the_other(tmp_path, data):
+    given = foreign(data, tmp_path / "given", "bool")
+    args = make_masks.Args(data_dir=data, import_dir=given, name="mine")
+    make_masks.main(args)
+    both = hashes(data)
+    make_masks.main(make_masks.Args(data_dir=data, import_dir=given, name="mine", render="distractor"))
+    assert hashes(data) == both
+
+
 def test_import_does_not_overwrite_masks_of_sam(made, tmp_path):
     folder = shutil.copytree(made, tmp_path / "data")
     for path in folder.rglob("*.sam.h5"):

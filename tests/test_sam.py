@@ -169,6 +169,9 @@ def test_wrong_checkpoints_are_refused(weights, tmp_path):
     path = tmp_path / "weights.pt"
     with pytest.raises(UserError, match="no such file"):
         sam.read_checkpoint(path)
+    path.write_bytes(b"")
+    with pytest.raises(UserError, match="not a checkpoint of torch"):
+        sam.read_checkpoint(path)
     path.write_bytes(b"not a checkpoint")
     with pytest.raises(UserError, match="not a checkpoint of torch"):
         sam.read_checkpoint(path)
