@@ -11,6 +11,8 @@ command again goes on where the last one stopped. Several GPUs share the work: r
 the order of their names: one per episode, numbered through the split, with a mask for each frame, the last one too.
 """
 
+import hashlib
+import itertools
 import json
 import re
 import shlex
@@ -77,8 +79,8 @@ class Args:
     """make no masks: write data/<env>/boxes.png, first frames with the task's box, and compare it with the agent's"""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """where SAM runs; auto takes the GPU if there is one"""
-    compile: bool = torch.cuda.is_available()
-    """torch.compile SAM's networks"""
+    compile: bool | None = None
+    """torch.compile SAM's networks; None: on a GPU"""
 
 
 @dataclass
@@ -202,7 +204,12 @@ def write_masks(
             arrays[f"{render}/mask"] = masks
             arrays[f"{render}/iou"] = mean_iou(masks, shard.array(f"{render}/mask"), shard.episode_start)
             arrays[f"{render}/empty"] = empty_frames(masks, shard.episode_start)
-        writer.write(arrays, settings=json.dumps(settings, sort_keys=True), command=command)
+        hashes = {
+            f"{render}_hash": hashlib.sha256(arrays[f"{render}/mask"]).hexdigest()
+            for render in RENDERS
+            if f"{render}/mask" in arrays
+        }
+        writer.write(arrays, **hashes, settings=json.dumps(settings, sort_keys=True), command=command)
     return made
 
 
@@ -219,7 +226,7 @@ class Segmenter:
         self.predictor = sam.load_predictor(
             args.model, weights, args.image_size, device, name=f"--checkpoint {checkpoint}"
         )
-        if args.compile:
+        if device.type == "cuda" if args.compile is None else args.compile:
             sam.compile_predictor(self.predictor)
         self.progress = runs.Progress(f"SAM 2.1 {args.model}", frames, "frames", done)
 
@@ -325,10 +332,16 @@ def numbered(folder: Path, episodes: int) -> list[Path]:
 
 
 def pngs(folder: Path) -> list[Path]:
-    """The PNGs of an episode in order: by number if all names are numbers, else by name."""
-    found = list(folder.glob("*.png"))
-    numbers = all(path.stem.isdecimal() for path in found)
-    return sorted(found, key=lambda path: (int(path.stem), path.name) if numbers else (0, path.name))
+    """The PNGs of an episode in the order of their names, numbers in them by value: frame_2 comes before frame_10."""
+
+    def key(path: Path) -> list[str | int]:  # text and numbers take turns, so that only like is compared with like
+        return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path.stem)]
+
+    found = sorted(folder.glob("*.png"), key=key)
+    for first, second in itertools.pairwise(found):
+        if key(first) == key(second):
+            raise UserError(f"{second}: the same number as {first.name}; one mask for each frame is needed")
+    return found
 
 
 def check_episode(path: Path, frames: int, size: int) -> None:

@@ -24,6 +24,7 @@ from common.shards import (
     read_mask_file,
     read_shard,
     shard_paths,
+    sidecar_command,
     sidecar_path,
     verify_shard,
     verify_sidecar,
@@ -143,10 +144,12 @@ class Dataset:
                 f"rm {shlex.quote(str(shard.path))} && {self.command}"
             )
 
-    def _mask_command(self, source: str, remembered: str = "") -> str:
-        command = remembered or f"python make_masks.py --env {self.env}"
-        if not remembered and source != "sam":
-            command += f" --import DIR --name {source}"
+    def _mask_command(self, source: str) -> str:
+        """The command that makes masks of that name, as one of the split's mask files remembers it."""
+        command = sidecar_command([sidecar_path(shard.path, source) for shard in self.shards])
+        if not command:
+            command = f"python make_masks.py --env {self.env}"
+            command += "" if source == "sam" else f" --import DIR --name {source}"
         if self.data_dir != Path("data"):
             command += f" --data-dir {shlex.quote(str(self.data_dir))}"
         return command
@@ -170,10 +173,9 @@ class Dataset:
                 found = read_mask_file(path, shard)
             except DamagedShard as error:
                 raise UserError(f"{error}; repair with: rm {shlex.quote(str(path))} && {command}") from error
-            command = self._mask_command(source, found.command)
             if self.render not in found.renders:
                 raise UserError(f"{path}: holds no {self.render}/mask; add it with: {command} --render {self.render}")
-            digest.update(found.content_hash.encode())
+            digest.update(found.mask_hash[self.render].encode())
             masks.append(found.array(self.render))
         if absent:
             raise UserError(

@@ -145,8 +145,9 @@ def prepare(frames: Tensor, image_size: int) -> Tensor:
         images = F.interpolate(images, size, mode="bicubic", align_corners=False, antialias=True)
         images = images.clamp_(0, 255).round_()
     images.div_(255)
-    mean, std = (torch.tensor(values, device=frames.device)[:, None, None] for values in (MEAN, STD))
-    return images.sub_(mean).div_(std)
+    for channel, (mean, std) in enumerate(zip(MEAN, STD)):  # numbers, since a tensor of them would wait for the device
+        images[:, channel].sub_(mean).div_(std)
+    return images
 
 
 class Tracker:
@@ -254,8 +255,7 @@ def group_episodes(lengths: Sequence[int], batch: int, pointers: int) -> list[li
 def pack(logits: Tensor) -> Tensor:
     """Mask logits (B, H, W) to bit-packed masks of what is above zero, uint8 (B, H W / 8), most significant first."""
     bits = (logits > 0).flatten(1).unflatten(1, (-1, 8)).to(torch.uint8)
-    weights = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8, device=logits.device)
-    return (bits * weights).sum(-1, dtype=torch.uint8)
+    return (bits << torch.arange(7, -1, -1, dtype=torch.uint8, device=logits.device)).sum(-1, dtype=torch.uint8)
 
 
 @torch.inference_mode()

@@ -512,7 +512,7 @@ class MaskFile:
     renders: tuple[str, ...]
     settings: dict[str, Any]
     command: str
-    content_hash: str
+    mask_hash: dict[str, str]  # render -> hash of its masks alone
     iou: dict[str, np.ndarray]  # render -> float64 (N,): mean IoU with the simulator's masks, by episode
     empty: dict[str, np.ndarray]  # render -> int64 (N,): frames without a mask, by episode
     shape: tuple[int, int]
@@ -541,7 +541,9 @@ def read_mask_file(path: Path, shard: Shard) -> MaskFile:
                 renders=renders,
                 settings=json.loads(attrs.get("settings", "{}")),
                 command=str(attrs.get("command", "")),
-                content_hash=str(attrs.get("content_hash", "")),
+                mask_hash={
+                    render: str(attrs.get(f"{render}_hash", attrs.get("content_hash", ""))) for render in renders
+                },
                 iou={render: file[f"{render}/iou"][:] for render in renders if f"{render}/iou" in file},
                 empty={render: file[f"{render}/empty"][:] for render in renders if f"{render}/empty" in file},
                 shape=shape,
@@ -551,6 +553,18 @@ def read_mask_file(path: Path, shard: Shard) -> MaskFile:
         raise DamagedShard(f"{path}: no such file") from None
     except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
         raise DamagedShard(f"{path}: not a readable mask file ({error})") from error
+
+
+def sidecar_command(paths: list[Path]) -> str:
+    """The command that the first readable one of some files remembers, complete or stale; empty if none does."""
+    for path in paths:
+        try:
+            with h5py.File(path, "r", locking=False) as file:
+                if command := str(file.attrs.get("command", "")):
+                    return command
+        except (OSError, RuntimeError):
+            continue
+    return ""
 
 
 def verify_sidecar(path: Path, shard: Shard) -> None:

@@ -131,8 +131,9 @@ def test_a_second_render_is_added_to_the_first(data, made, checkpoint):
     run(data, checkpoint, "--render", "clean")
     with pytest.raises(UserError, match=r"holds no distractor/mask; add it with: .* --render distractor"):
         Dataset(data, "cheetah-run", "train", "distractor", "sam")
-    Dataset(data, "cheetah-run", "train", "clean", "sam")
+    before = Dataset(data, "cheetah-run", "train", "clean", "sam").mask_hash
     run(data, checkpoint)
+    assert Dataset(data, "cheetah-run", "train", "clean", "sam").mask_hash == before  # a training that uses it goes on
     assert hashes(data) == hashes(made)
 
 
@@ -244,6 +245,9 @@ def test_other_settings_are_refused_and_another_name_is_not(made, checkpoint, tm
     assert hashes(folder) == before
     run(folder, checkpoint, "--box", "2", "3", "30", "31", "--name", "wide", "--split", "test", "--render", "clean")
     found = read_mask_file(folder / "cheetah-run/test/00000.wide.h5", read_shard(folder / "cheetah-run/test/00000.h5"))
+    (folder / "cheetah-run/test/00001.wide.h5").unlink()
+    with pytest.raises(UserError, match=r"finish them with: python make_masks.py .*--name wide .*--box 2 3 30 31"):
+        Dataset(folder, "cheetah-run", "test", "clean", "wide")
     assert found.settings["box"] == [2.0, 3.0, 30.0, 31.0] and found.renders == ("clean",)
     assert found.command.endswith("--name wide --image-size 128 --checkpoint FILE --box 2 3 30 31")
 
@@ -350,6 +354,15 @@ def test_foreign_masks_that_changed_replace_the_old_ones(tmp_path, data):
     assert [name for name in before if before[name] != after[name]] == ["cheetah-run/train/00001.mine.h5"]
     report = json.loads((data / "cheetah-run/train.mine.json").read_text())
     assert report["renders"]["distractor"]["episode_empty"] == [0, 0, 0, 1]
+
+
+def test_pngs_are_in_the_order_of_their_numbers(tmp_path):
+    for name in ("frame_10", "frame_2", "frame_1"):
+        (tmp_path / f"{name}.png").touch()
+    assert [path.stem for path in make_masks.pngs(tmp_path)] == ["frame_1", "frame_2", "frame_10"]
+    (tmp_path / "frame_02.png").touch()
+    with pytest.raises(UserError, match="the same number as"):
+        make_masks.pngs(tmp_path)
 
 
 def test_importing_one_render_keeps_the_other(tmp_path, data):

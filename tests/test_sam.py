@@ -107,6 +107,7 @@ def test_episodes_of_other_lengths_equal_the_package_and_no_object_is_empty(weig
     key = "sam_mask_decoder.pred_obj_score_head.layers.2.bias"
     state[key] = state[key] - float(np.median(scores))
     predictor.load_state_dict(state)
+    monkeypatch.setattr(sam, "UPLOAD", 4)  # several uploads in an episode
     masks = sam.segment_episodes(predictor, episodes, BOX, batch=4)
     vanished = 0
     for frames, packed in zip(episodes, masks):
