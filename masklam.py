@@ -136,12 +136,20 @@ class Args:
             raise UserError("--mask-dilation goes from -3 to 3, --occlusion from 0 to 0.75, --max-offset from 1 up")
 
 
-# What differs from the defaults above: on Distracting Meta-World; with --quick; with --quick on Distracting Meta-World.
+# What differs from the defaults above on each suite, with --quick, and with --quick on Distracting Meta-World.
+DCS: dict[str, Any] = {}
 DMW = {"batch_size": 128, "lam_epochs": 4, "lam_lr": 3e-4, "policy_epochs": 4, "policy_lr": 2e-4}
 QUICK = {"idm_scale": 1, "fdm_scale": 1, "policy_scale": 1, "batch_size": 32, "lam_updates": 640, "lam_lr": 1e-3}
 QUICK |= {"policy_updates": 300, "policy_lr": 1e-3, "decoder_updates": 2000, "num_labels": 5000, "eval_episodes": 4}
 QUICK |= {"eval_envs": 2, "log_every": 20, "checkpoint_every": 100}
 QUICK_DMW = {"lam_updates": 240, "policy_updates": 200, "eval_steps": 250}
+
+
+def schedule(args: Args, stage: str, step: int, updates: int, epoch: int) -> float:
+    """Learning rate of an update, relative to its peak: cosine annealing. `epoch`: updates in one pass."""
+    return 0.5 * (1 + math.cos(math.pi * step / updates))
+
+
 # --- end method ---
 
 
@@ -152,7 +160,7 @@ def defaults(argv: list[str]) -> Args:
     parser.add_argument("--quick", action="store_true")
     known, _ = parser.parse_known_args(argv)
     dmw = get_task(known.env).suite == "dmw"
-    changes = (DMW if dmw else {}) | (QUICK if known.quick else {}) | (QUICK_DMW if dmw and known.quick else {})
+    changes = (DMW if dmw else DCS) | (QUICK if known.quick else {}) | (QUICK_DMW if dmw and known.quick else {})
     return replace(Args(), env=known.env, quick=known.quick, **changes)
 
 
@@ -347,8 +355,9 @@ def train(
     learning_rate: float,
     clip: float | None = None,
     probe: nn.Module | None = None,
+    after_update: Callable[[nn.Module], None] = lambda model: None,
 ) -> dict[str, float]:
-    """Trains one stage to its end, from its newest checkpoint if there is one; AdamW, cosine annealing to zero.
+    """Trains one stage to its end, from its newest checkpoint if there is one; AdamW at the rate of `schedule`.
 
     Returns seconds, updates, samples/s and peak memory of the stage, also when it was finished before.
     """
@@ -403,7 +412,7 @@ def train(
     last_step, last_time, last_saved = step, time.monotonic(), step
     model.train()
     while step < updates:
-        rate = learning_rate * 0.5 * (1 + math.cos(math.pi * step / updates))
+        rate = learning_rate * schedule(args, stage, step, updates, sampler.batches_per_epoch)
         for group in optimizer.param_groups:
             group["lr"].fill_(rate)
         loss, logs = compiled_loss(sampler.next())
@@ -412,6 +421,7 @@ def train(
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
+        after_update(model)
         first_bad = torch.where((first_bad < 0) & ~loss.isfinite(), step, first_bad)
         for name, value in logs.items():
             sums[name] = sums[name] + value if name in sums else value
@@ -464,11 +474,7 @@ def main(args: Args) -> None:
     runs.check_at_least(args, 1, "eval_episodes", "eval_steps", "eval_envs")
     if args.eval_steps is not None and args.eval_steps > task.max_steps:
         raise UserError(f"--eval-steps is {args.eval_steps}, but {task.name} ends after {task.max_steps} steps")
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "--device cuda, but torch finds no GPU; use --device cpu, or a torch that was built for your GPU"
-        )
+    device = runs.choose_device(args.device)
     render = "distractor" if args.distractors else "clean"
     uses_masks = hasattr(args, "mask_source")
     mask_source = args.mask_source if uses_masks else "gt"  # a method without masks shows the true ones in pictures
@@ -517,12 +523,9 @@ def main(args: Args) -> None:
     with torch.inference_mode():
         window, seen, masks = observe(batch, args)
         prediction, _ = model(window)
-    mask = masks[:, 3, 0].bool().cpu().numpy()
-    frames = seen.movedim(2, -1).cpu().numpy()
-    named = {"o(t)": frames[:, 2], "o(t+1)": frames[:, 3], "predicted": prediction.float().movedim(1, -1).cpu().numpy()}
-    world_model = pictures.rows(
-        run.dir / "world_model.png", named, mask, f"{run.script}, {args.env}: held-out transitions"
-    )
+    named = {"o(t)": seen[:, 2], "o(t+1)": seen[:, 3], "predicted": prediction}
+    title = f"{run.script}, {args.env}: held-out transitions"
+    drawn = [pictures.rows(run.dir / "world_model.png", named, masks[:, 3], title)]
     # --- end method ---
 
     # Stage 2: label every transition once, then clone the latent actions from the current frames.
@@ -559,17 +562,8 @@ def main(args: Args) -> None:
         return F.mse_loss(decoder(batch["z"]).float(), batch["action"]), None, {}
 
     rows_sampler = TensorSampler(rows, args.batch_size, seed=args.seed, episode=train_set.episode_of_frame[labelled])
-    costs["decoder"] = train(
-        run,
-        args,
-        "decoder",
-        decoder,
-        decoder_loss,
-        rows_sampler,
-        args.decoder_updates,
-        args.decoder_lr,
-        args.decoder_clip,
-    )
+    updates, clip = args.decoder_updates, args.decoder_clip
+    costs["decoder"] = train(run, args, "decoder", decoder, decoder_loss, rows_sampler, updates, args.decoder_lr, clip)
     decoder.eval()
 
     # Evaluation: the linear probe beside its untrained control, then the decoded policy on held-out backgrounds.
@@ -594,47 +588,27 @@ def main(args: Args) -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             return decoder(policy(normalise(frames).flatten(1, 2)))
 
-    rolled = evaluation.rollout(
-        act,
-        task,
-        render,
-        distractors,
-        test_set.plan["quality"],
-        episodes=args.eval_episodes,
-        num_envs=args.eval_envs,
-        device=device,
-        image_size=size,
-        max_steps=args.eval_steps,
-    )
+    options = {"episodes": args.eval_episodes, "num_envs": args.eval_envs, "device": device, "image_size": size}
+    quality, steps = test_set.plan["quality"], args.eval_steps
+    rolled = evaluation.rollout(act, task, render, distractors, quality, max_steps=steps, **options)
     costs["rollout"] = {"seconds": time.monotonic() - start}
-    score = evaluation.normalised_score(rolled, task, train_set)
-    metrics = {
-        "eval/nmse": probed["nmse"],
-        "eval/nmse_untrained": control["nmse"],
-        "eval/return": rolled["return_mean"],
-        "eval/return_std": rolled["return_std"],
-        "eval/normalised_paper": score["normalised_paper"],
-        "eval/normalised_dataset": score["normalised_dataset"],
-    }
-    if "success_rate" in rolled:
-        metrics["eval/success_rate"] = rolled["success_rate"]
+    metrics = evaluation.metrics(probed, control, rolled, evaluation.normalised_score(rolled, task, train_set))
     run.log("eval", 0, {name: value for name, value in metrics.items() if value is not None})
-    curves = pictures.curves(run.dir / "curves.png", run.read_metrics())
+    drawn.append(pictures.curves(run.dir / "curves.png", run.read_metrics()))
+    episodes, counts = np.unique(train_set.episode_of_frame[labelled], return_counts=True)
+    networks = {"lam": model, "policy": policy, "decoder": decoder} | dict(model.named_children())
     run.write_result(
         metrics,
         seconds={name: cost["seconds"] for name, cost in costs.items()},
         stages=costs,
-        parameters={
-            name: sum(parameter.numel() for parameter in module.parameters())
-            for name, module in {"lam": model, "policy": policy, "decoder": decoder}.items()
-        },
+        parameters={name: sum(weight.numel() for weight in part.parameters()) for name, part in networks.items()},
         peak_memory_gib=max(cost.get("peak_memory_gib", 0) for cost in costs.values()),
         nmse_per_dimension=probed["per_dimension"],
         rollout=rolled,
         labelled_transitions=len(labelled),
-        labelled_episodes=np.unique(train_set.episode_of_frame[labelled]).tolist(),
+        labelled_episodes={int(number): int(count) for number, count in zip(episodes, counts)},  # their first ones
         dataset={split.split: split.summary() for split in (train_set, test_set)},
-        pictures=[str(path) for path in (world_model, curves)],
+        pictures=[str(path) for path in drawn],
     )
     remove_cached(run)
     run.close()

@@ -1,11 +1,13 @@
-"""What a frozen network gives for every transition, computed once per run and mapped from a file."""
+"""What a frozen network gives, computed once: for every transition and a run, or for every frame and a dataset."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,18 @@ from torch import Tensor
 
 from common import runs
 from common.dataset import Batch, Dataset, sequential
+from common.errors import UserError
+from common.shards import (
+    DamagedShard,
+    Shard,
+    ShardTaken,
+    Sidecar,
+    SidecarWriter,
+    plan_differences,
+    read_sidecar,
+    sidecar_hash,
+    sidecar_path,
+)
 
 
 def cached(
@@ -71,3 +85,119 @@ def remove_cached(run: runs.Run) -> None:
     """Removes what `cached` left, once the run's result is written."""
     for path in [*run.dir.glob("*.npy"), *run.dir.glob("*.progress.json")]:
         path.unlink()
+
+
+PerFrame = Callable[[Tensor, Tensor], Tensor]
+
+
+def attach_per_frame(
+    dataset: Dataset,
+    suffix: str,
+    name: str,
+    settings: dict[str, Any],
+    prepare: Callable[[], tuple[PerFrame, dict[str, Any]]],
+    device: torch.device,
+) -> None:
+    """Attach to `dataset`, as `suffix`, what is computed once per frame: array <render>/<name> of <shard>.<suffix>.h5.
+
+    Files that are missing are written first, each whole or not at all, together with other processes that do the same.
+
+    Args:
+        dataset: its shards are what the files belong to; a file of another version of its shard is written again.
+        settings: what decides the content, known beforehand; files made with others are refused.
+        prepare: called if something is missing. Gives the function from frames and the frames that follow them, both
+            uint8 (B, H, W, 3) on `device`, to rows (B, ...), and further settings (of weights that it had to load).
+            The last frame of an episode, which nothing follows, gets zeros.
+
+    Raises UserError for other settings or a full disk, and Stopped at a signal; files that are complete stay.
+    """
+    name = f"{dataset.render}/{name}"
+    known, function = dict(settings), None
+    found: dict[int, Sidecar] = {}
+    damaged: set[Path] = set()
+
+    def look(shard: Shard) -> Sidecar | None:
+        """The file of a shard, if it has what is wanted or at least fits it."""
+        path = sidecar_path(shard.path, suffix)
+        if not path.exists():
+            return None
+        try:
+            sidecar = read_sidecar(path, shard)
+        except DamagedShard as error:
+            if path not in damaged:
+                print(f"{error}; it is computed again", flush=True)
+            damaged.add(path)
+            return None
+        different = plan_differences({key: sidecar.settings.get(key) for key in known}, known)
+        if different:
+            raise UserError(
+                f"{path}: made with other settings ({', '.join(different)}); use those, or remove the files to compute "
+                f"them again: rm {dataset.folder}/*.{suffix}.h5"
+            )
+        return sidecar
+
+    def scan() -> list[int]:
+        """Finds the files that are complete. Returns the numbers of the others."""
+        for number, shard in enumerate(dataset.shards):
+            sidecar = None if number in found else look(shard)
+            if sidecar is not None and name in sidecar.datasets:
+                found[number] = sidecar
+                known.update({key: value for key, value in sidecar.settings.items() if key not in known})
+        return [number for number in range(len(dataset.shards)) if number not in found]
+
+    todo = scan()
+    progress: runs.Progress | None = None
+
+    def compute(shard: Shard) -> np.ndarray:
+        frames, rows = shard.array(f"{dataset.render}/observation"), None
+        batch = 64 if device.type == "cuda" else 8
+        for start in range(0, shard.frames - 1, batch):
+            both = torch.tensor(frames[start : start + batch + 1], device=device)
+            out = function(both[:-1], both[1:]).cpu().numpy()
+            rows = np.zeros((shard.frames, *out.shape[1:]), out.dtype) if rows is None else rows
+            rows[start : start + len(out)] = out
+            progress.update(len(out))
+            if runs.stop_requested():
+                raise runs.Stopped(
+                    f"the complete files in {dataset.folder} stay; the same command goes on with the next one"
+                )
+        rows[shard.episode_start[1:] - 1] = 0
+        return rows
+
+    while todo:
+        if function is None:
+            function, further = prepare()
+            settings = settings | further
+            known.update({key: value for key, value in further.items() if key not in known})
+            if settings != known:  # the files that are there came from others
+                differences = ", ".join(plan_differences(known, settings))
+                raise UserError(
+                    f"{dataset.folder}: has {suffix} files made with other settings ({differences}); use those, or "
+                    f"remove them: rm {dataset.folder}/*.{suffix}.h5"
+                )
+            done = sum(dataset.shards[number].frames for number in found)
+            progress = runs.Progress(f"{suffix} {dataset.env} {dataset.split}", dataset.num_frames, "frames", done=done)
+        for number in todo:
+            try:
+                with SidecarWriter(dataset.shards[number].path, suffix) as writer:
+                    if writer.shard.content_hash != dataset.shards[number].content_hash:
+                        raise UserError(f"{writer.shard.path}: was replaced while this command ran; repeat it")
+                    old = look(writer.shard)
+                    if old is not None and name in old.datasets:  # another process was faster
+                        continue
+                    arrays = {key: np.array(old.array(key)) for key in old.datasets} if old is not None else {}
+                    arrays[name] = compute(writer.shard)
+                    hashes = {f"{key}_hash": sidecar_hash({key: array}) for key, array in arrays.items()}
+                    writer.write(arrays, settings=json.dumps(settings, sort_keys=True), **hashes)
+            except ShardTaken:
+                continue
+        todo = scan()
+        if todo:  # another process is at them; it may be killed
+            if runs.stop_requested():
+                raise runs.Stopped("another process is computing the rest; the same command goes on")
+            time.sleep(2)
+    if progress is not None:
+        progress.close()
+    hashes = "".join(str(found[number].attributes[f"{name}_hash"]) for number in sorted(found))
+    arrays = [found[number].array(name) for number in sorted(found)]
+    dataset.attach(suffix, arrays, hashlib.sha256(hashes.encode()).hexdigest())

@@ -76,6 +76,8 @@ class Dataset:
         self._frames = [shard.array(f"{render}/observation") for shard in self.shards]
         self.mask_hash = "gt"  # of the mask files, if they are not the shards' own
         self._masks = None if mask_source is None else self._open_masks(mask_source)
+        self._extra: dict[str, list[np.ndarray]] = {}
+        self.extra_hash: dict[str, str] = {}
         self._resident: dict[tuple[str, torch.device], torch.Tensor] = {}
 
     # --- opening and checking
@@ -269,6 +271,7 @@ class Dataset:
             "render": self.render,
             "mask_source": self.mask_source,
             "mask_hash": self.mask_hash,
+            "extra_hash": self.extra_hash,
             "plan": self.plan,
         }
 
@@ -302,6 +305,29 @@ class Dataset:
             raise ValueError("this Dataset was opened with mask_source=None")
         return self._gather(self._masks, index, out)
 
+    def attach(self, name: str, parts: list[np.ndarray], digest: str) -> None:
+        """Add something computed per frame, which batches then may carry (`extra`): an array (T, ...) per shard.
+
+        digest: hash of the content, for the result. Raises ValueError for arrays that do not fit the shards.
+        """
+        kinds = {(part.dtype, part.shape[1:]) for part in parts}
+        if len(kinds) != 1 or [len(part) for part in parts] != [shard.frames for shard in self.shards]:
+            raise ValueError(f"{name}: needs one array per shard, a row per frame, all of one kind")
+        self._extra[name], self.extra_hash[name] = parts, digest
+
+    def extra_kind(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        """The dtype and the shape of a row of what was attached under a name."""
+        return self._extra[name][0].dtype, self._extra[name][0].shape[1:]
+
+    def _bytes(self, name: str) -> list[np.ndarray]:
+        return [part.reshape(len(part), -1).view(np.uint8) for part in self._extra[name]]
+
+    def _parts(self, kind: str) -> list[np.ndarray]:
+        """The arrays of "frames", "masks", or of something attached."""
+        if kind == "masks" and self._masks is None:
+            raise ValueError("this Dataset was opened with mask_source=None")
+        return self._frames if kind == "frames" else self._masks if kind == "masks" else self._bytes(kind)
+
     def _gather(self, parts: list[np.ndarray], index: np.ndarray, out: np.ndarray | None) -> np.ndarray:
         index = np.asarray(index, np.int64)
         flat, item = index.reshape(-1), parts[0].shape[1:]
@@ -327,12 +353,13 @@ class Dataset:
                 rows[order[start:stop]] = parts[number][local]
         return out
 
-    def resident(self, kind: Literal["frames", "masks"], device: torch.device) -> torch.Tensor:
-        """All frames (T, H, W, 3) or packed masks (T, H*W/8) as one uint8 tensor on `device`, uploaded once."""
+    def resident(self, kind: str, device: torch.device) -> torch.Tensor:
+        """Every row of a kind as one uint8 tensor on `device`, uploaded once.
+
+        kind: "frames" (T, H, W, 3), "masks" (T, H*W/8), or the name of something attached (T, bytes).
+        """
         if (kind, device) not in self._resident:
-            parts = self._frames if kind == "frames" else self._masks
-            if parts is None:
-                raise ValueError("this Dataset was opened with mask_source=None")
+            parts = self._parts(kind)
             whole = torch.empty((self.num_frames, *parts[0].shape[1:]), dtype=torch.uint8, device=device)
             for part, first in zip(parts, self._frame_start):
                 for start in range(0, len(part), MAP_CHUNK):
@@ -347,13 +374,12 @@ class Dataset:
         """Free what `resident` put on a device."""
         self._resident.clear()
 
-    def _fits(self, device: torch.device, masks: bool) -> bool:
-        """True if the set is on the GPU already or leaves enough of its free memory for training."""
+    def _fits(self, device: torch.device, kinds: list[str]) -> bool:
+        """True if the kinds are on the GPU already or leave enough of its free memory for training."""
         if device.type != "cuda":
             return False
-        needed = 0 if ("frames", device) in self._resident else self.num_frames * self.image_size**2 * 3
-        if masks and ("masks", device) not in self._resident:
-            needed += self.num_frames * self.image_size**2 // 8
+        absent = [kind for kind in kinds if (kind, device) not in self._resident]
+        needed = sum(part.nbytes for kind in absent for part in self._parts(kind))
         free = torch.cuda.mem_get_info(device)[0]
         return needed <= max(free / 4, free - TRAINING_BYTES)
 
@@ -391,6 +417,7 @@ class Batch(NamedTuple):
     action: torch.Tensor  # float32 (B, A), clipped to [-1, 1]; NaN at the last frame of an episode
     index: torch.Tensor  # int64 (B,), global frame index t
     noise: torch.Tensor  # float32 (B, NOISE_DIM), uniform in [0, 1), for what a method draws per sample
+    extra: torch.Tensor | None = None  # (B, ...): the row at t of what was attached to the dataset
 
     def tensors(self) -> list[torch.Tensor]:
         return [tensor for tensor in self if tensor is not None]
@@ -402,7 +429,7 @@ class _Buffers:
     A tensor made from an array keeps a reference to it for as long as any view lives, so the reference count tells.
     """
 
-    def __init__(self, keep: int = 4):
+    def __init__(self, keep: int = 8):
         self._arrays: list[np.ndarray] = []
         self._keep = keep
 
@@ -424,6 +451,7 @@ def _load(
     on_device: bool,
     noise_seed: list[int],
     buffers: _Buffers,
+    extra: str | None = None,
 ) -> Batch:
     """Gather windows (B, F). On CUDA the copies are queued on the current stream and do not block."""
     pin = device.type == "cuda"  # the host allocator keeps a pinned block alive until its copy is done
@@ -432,22 +460,30 @@ def _load(
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(device, non_blocking=True) if pin else tensor
 
-    def gather(kind: Literal["frames", "masks"], item: tuple[int, ...]) -> torch.Tensor:
-        shape = (*window.shape, *item)
-        if on_device:  # as int64, an eighth of the elements to index; sizes are multiples of 8
-            return dataset.resident(kind, device).flatten(1).view(torch.int64)[where].view(torch.uint8).view(shape)
+    def gather(kind: str, index: np.ndarray, item: tuple[int, ...]) -> torch.Tensor:
+        shape = (*index.shape, *item)
+        if on_device:  # as int64, an eighth of the elements to index; rows are multiples of 8 bytes
+            rows = dataset.resident(kind, device).flatten(1).view(torch.int64)
+            at = where if index is window else where[:, 2]  # every window has t there
+            return rows[at].view(torch.uint8).view(shape)
         host = torch.empty(shape, dtype=torch.uint8, pin_memory=True) if pin else torch.from_numpy(buffers.take(shape))
-        (dataset.frames if kind == "frames" else dataset.masks)(window, out=host.numpy())
+        dataset._gather(dataset._parts(kind), index, host.numpy())
         return host.to(device, non_blocking=True) if pin else host
+
+    def gather_extra(name: str) -> torch.Tensor:
+        kind, item = dataset.extra_kind(name)
+        rows = gather(name, t, (int(np.prod(item)) * kind.itemsize,))
+        return rows.view(torch.from_numpy(np.empty(0, kind)).dtype).view(len(t), *item)
 
     size = dataset.image_size
     where = send(window) if on_device else None
     return Batch(
-        frames=gather("frames", (size, size, 3)),
-        masks=gather("masks", (size * size // 8,)) if masks else None,
+        frames=gather("frames", window, (size, size, 3)),
+        masks=gather("masks", window, (size * size // 8,)) if masks else None,
         action=send(np.clip(dataset.action[t], -1, 1)),
         index=send(t),
         noise=send(np.random.default_rng(np.random.SeedSequence(noise_seed)).random((len(t), NOISE_DIM), np.float32)),
+        extra=gather_extra(extra) if extra else None,
     )
 
 
@@ -504,12 +540,13 @@ class Sampler:
         seed: int,
         device: torch.device,
         masks: bool = False,
+        extra: str | None = None,
         start: int = 0,
         indices: np.ndarray | None = None,
         on_device: Literal["auto"] | bool = "auto",
     ):
         self.dataset, self.batch_size, self.max_offset, self.seed = dataset, batch_size, max_offset, seed
-        self.device, self.masks = torch.device(device), masks
+        self.device, self.masks, self.extra = torch.device(device), masks, extra
         self.indices = _check_indices(dataset, indices, max_offset)
         self.batches_per_epoch = len(self.indices) // batch_size
         if not self.batches_per_epoch:
@@ -517,11 +554,11 @@ class Sampler:
                 f"{dataset.folder}: {len(self.indices):,} transitions are fewer than one batch of {batch_size:,}; "
                 "lower the batch size, or make a larger dataset"
             )
-        self.on_device = dataset._fits(self.device, masks) if on_device == "auto" else on_device
+        kinds = ["frames"] + ["masks"] * masks + [extra] * bool(extra)
+        self.on_device = dataset._fits(self.device, kinds) if on_device == "auto" else on_device
         if self.on_device:  # upload here, not in the thread, whose stream would own the memory
-            dataset.resident("frames", self.device)
-            if masks:
-                dataset.resident("masks", self.device)
+            for kind in kinds:
+                dataset.resident(kind, self.device)
         self._buffers = _Buffers()
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
         self._prefetch: _Prefetch = _Prefetch(self._load, start, None, self.device)
@@ -569,8 +606,38 @@ class Sampler:
         t, k = self.draw(position)
         window = window_index(self.dataset, t, k, max_offset=self.max_offset)
         epoch, batch = divmod(position, self.batches_per_epoch)
-        noise_seed = [self.seed, epoch, 2, batch]
-        return _load(self.dataset, t, window, self.device, self.masks, self.on_device, noise_seed, self._buffers)
+        noise = [self.seed, epoch, 2, batch]
+        options = self.masks, self.on_device, noise, self._buffers, self.extra
+        return _load(self.dataset, t, window, self.device, *options)
+
+
+class LabelledBatch(NamedTuple):
+    """A batch of windows, and an independent one of labelled transitions."""
+
+    frames: torch.Tensor
+    action: torch.Tensor  # of the first batch, which only the probe sees
+    labelled: Batch
+
+
+class LabelledSampler:
+    """Two samplers as one: `sampler` decides what an epoch is and is named in errors."""
+
+    def __init__(self, sampler: Sampler, labelled: Sampler) -> None:
+        self.sampler, self.labelled = sampler, labelled
+        self.batch_size, self.batches_per_epoch = sampler.batch_size, sampler.batches_per_epoch
+        self.episodes = sampler.episodes
+
+    def next(self) -> LabelledBatch:
+        batch = self.sampler.next()
+        return LabelledBatch(batch.frames, batch.action, self.labelled.next())
+
+    def seek(self, position: int) -> None:
+        self.sampler.seek(position)
+        self.labelled.seek(position)
+
+    def close(self) -> None:
+        self.sampler.close()
+        self.labelled.close()
 
 
 class TensorSampler:
@@ -629,6 +696,7 @@ def sequential(
     max_offset: Literal[0, 1],
     device: torch.device,
     masks: bool = False,
+    extra: str | None = None,
     indices: np.ndarray | None = None,
     start: int = 0,
 ) -> Iterator[Batch]:
@@ -640,12 +708,13 @@ def sequential(
         raise ValueError("max_offset must be 0 or 1")
     device = torch.device(device)
     indices = _check_indices(dataset, indices, max_offset)
-    on_device = ("frames", device) in dataset._resident and (not masks or ("masks", device) in dataset._resident)
+    kinds = ["frames"] + ["masks"] * masks + [extra] * bool(extra)
+    on_device = all((kind, device) in dataset._resident for kind in kinds)
 
     def load(position: int) -> Batch:
         t = indices[position * batch_size : (position + 1) * batch_size]
         window = window_index(dataset, t, max_offset=max_offset)
-        return _load(dataset, t, window, device, masks, on_device, [position], buffers)
+        return _load(dataset, t, window, device, masks, on_device, [position], buffers, extra)
 
     buffers = _Buffers()
     stop = -(-len(indices) // batch_size)

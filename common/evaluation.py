@@ -256,3 +256,24 @@ def normalised_score(rolled: dict[str, Any], task: Task, dataset: Dataset) -> di
         "normalised_paper": score / task.expert_score if full else None,
         "normalised_dataset": score / expert if same and expert > 0 else None,
     }
+
+
+def metrics(
+    probed: dict[str, Any], control: dict[str, Any], rolled: dict[str, Any], score: dict[str, float | None]
+) -> dict[str, float | None]:
+    """The numbers of a run, under the names that every method uses.
+
+    Args:
+        probed, control: `nmse` of the trained and of the untrained model.
+        rolled: `rollout` of the decoded policy.
+        score: its `normalised_score`.
+    """
+    found = {
+        "eval/nmse": probed["nmse"],
+        "eval/nmse_untrained": control["nmse"],
+        "eval/return": rolled["return_mean"],
+        "eval/return_std": rolled["return_std"],
+        "eval/normalised_paper": score["normalised_paper"],
+        "eval/normalised_dataset": score["normalised_dataset"],
+    }
+    return found | ({"eval/success_rate": rolled["success_rate"]} if "success_rate" in rolled else {})

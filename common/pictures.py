@@ -33,15 +33,23 @@ def outline(images: np.ndarray, masks: np.ndarray, zoom: int, color: tuple[int, 
     return images
 
 
-def rows(path: Path, named: dict[str, np.ndarray], masks: np.ndarray | None = None, title: str = "") -> Path:
+def _array(images: Any) -> np.ndarray:
+    """Arrays as they are; tensors (N, C, H, W) as float arrays (N, H, W, C)."""
+    return images if isinstance(images, np.ndarray) else images.float().movedim(1, -1).cpu().numpy()
+
+
+def rows(path: Path, named: dict[str, Any], masks: Any = None, title: str = "") -> Path:
     """Writes rows of frames, one row per entry, with the same mask outlined in each.
 
     Args:
         path: the PNG.
-        named: row label to images (N, H, W, 3): uint8, or float in [-1/2, 1/2].
-        masks: bool (N, H, W) or None.
+        named: row label to images: arrays (N, H, W, 3), uint8 or float in [-1/2, 1/2]; or tensors (N, 3, H, W) in
+            [-1/2, 1/2].
+        masks: bool array (N, H, W), tensor (N, 1, H, W) of zeros and ones, or None.
         title: written above.
     """
+    named = {label: _array(images) for label, images in named.items()}
+    masks = None if masks is None else _array(masks).reshape(len(masks), *masks.shape[-2:]).astype(bool)
     import matplotlib
 
     matplotlib.use("Agg")

@@ -171,6 +171,18 @@ def machine() -> dict[str, Any]:
     return {"cpu": cpu, "cores": os.cpu_count(), "gpu": gpu, "torch_threads": torch.get_num_threads()}
 
 
+def choose_device(name: str) -> Any:
+    """The torch device called "auto" (the GPU, if there is one), "cuda" or "cpu". UserError if there is no GPU."""
+    import torch
+
+    found = torch.cuda.is_available()
+    if name == "cuda" and not found:
+        raise UserError(
+            "--device cuda, but torch finds no GPU; use --device cpu, or a torch that was built for your GPU"
+        )
+    return torch.device(("cuda" if found else "cpu") if name == "auto" else name)
+
+
 def peak_memory_gib(device: Any) -> float:
     """Peak memory in GiB: allocated on the GPU for a CUDA device, else resident in this process."""
     import torch

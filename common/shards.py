@@ -505,6 +505,47 @@ def read_shard(path: Path) -> Shard:
 
 
 @dataclass
+class Sidecar:
+    """What the header of a file derived from a shard says, checked. `settings`: how its content came about."""
+
+    path: Path
+    settings: dict[str, Any]
+    attributes: dict[str, Any]
+    datasets: dict[str, tuple[np.dtype, tuple[int, ...], int]]  # name -> dtype, shape, offset
+
+    def array(self, name: str) -> np.ndarray:
+        """A read-only memory map of one of its datasets."""
+        with open(self.path, "rb") as handle:
+            buffer = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+        dtype, shape, offset = self.datasets[name]
+        return map_array(buffer, dtype, shape, offset)
+
+
+def read_sidecar(path: Path, shard: Shard) -> Sidecar:
+    """Read and check the header of a derived file. DamagedShard if it is partial, unreadable or of another shard."""
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            attrs = dict(file.attrs)
+            if not bool(attrs.get("complete", False)):
+                raise DamagedShard(f"{path}: not complete")
+            if str(attrs.get("shard_hash", "")) != shard.content_hash:
+                raise DamagedShard(f"{path}: made from another version of {shard.path.name}")
+            names: list[str] = []
+            file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
+            kinds = {name: (file[name].dtype, file[name].shape) for name in names}
+            return Sidecar(
+                path=path,
+                settings=json.loads(attrs.get("settings", "{}")),
+                attributes=attrs,
+                datasets={name: (*kind, locate(file, path, name, *kind)) for name, kind in kinds.items()},
+            )
+    except FileNotFoundError:
+        raise DamagedShard(f"{path}: no such file") from None
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
+        raise DamagedShard(f"{path}: not readable ({error})") from error
+
+
+@dataclass
 class MaskFile:
     """What the header of a shard's mask file says, checked. `settings`: how the masks came about."""
 
