@@ -12,6 +12,7 @@ import numpy as np
 import planted
 import pytest
 import torch
+from methods import CPU, SCRIPTS, build, lam_training
 
 import lapo
 import masklam
@@ -19,9 +20,6 @@ from common import evaluation
 from common.dataset import Batch, Dataset, Sampler, sequential, unpack_masks
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ("lapo", "masklam")
-CPU = torch.device("cpu")
-TINY = {"idm_scale": 1, "fdm_scale": 1, "policy_scale": 1, "batch_size": 16, "latent_dim": 16}
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +37,6 @@ def first_batch(dataset: Dataset, max_offset: int, size: int = 16) -> Batch:
     batch = sampler.next()
     sampler.close()
     return batch
-
-
-def build(script: str, size: int = 32, seed: int = 0, **changes):
-    module = importlib.import_module(script)
-    args = module.Args(**(TINY | changes))
-    torch.manual_seed(seed)
-    return module, args, module.LatentActionModel(args, size).apply(module.orthogonal_init)
 
 
 # --- networks
@@ -147,12 +138,13 @@ def test_no_gradient_on_z_from_outside_the_mask(train_set: Dataset) -> None:
     assert torch.equal(*gradients) and gradients[0].abs().sum() > 0
 
 
-def test_the_probe_does_not_shape_the_model(planted_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_probe_does_not_shape_the_model(script: str, planted_dir: Path, tmp_path: Path) -> None:
     """A hundred times the probe's weight leaves the model's weights exactly as they are."""
     weights = []
     for weight in (0.01, 1.0):
-        module, args, model = build("masklam", probe_weight=weight, log_every=5, runs_dir=tmp_path / str(weight))
-        weights.append(short_training(module, args, model, planted_dir, 5).state_dict())
+        module, args, model = build(script, probe_weight=weight, log_every=5, runs_dir=tmp_path / str(weight))
+        weights.append(lam_training(module, args, model, planted_dir, 5).state_dict())
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
@@ -273,22 +265,6 @@ def test_nmse_of_a_constant_is_one() -> None:
 # --- training
 
 
-def short_training(module, args, model, data_dir: Path, updates: int, **options):
-    """Trains stage 1 on a planted set and returns the model."""
-    from common import runs
-
-    dataset = Dataset(data_dir, "cheetah-run", "train")
-    run = runs.Run(args, module.__name__, "test", {})
-    probe = torch.nn.Linear(args.latent_dim, dataset.action_dim)
-    sampler = Sampler(
-        dataset, args.batch_size, max_offset=getattr(args, "max_offset", 1), seed=args.seed, device=CPU, masks=True
-    )
-    module.train(run, args, "lam", model, module.lam_loss, sampler, updates, args.lam_lr, probe=probe, **options)
-    sampler.close()
-    run.close()
-    return model
-
-
 GOLDEN = Path(__file__).with_name("golden_losses.json")
 
 
@@ -302,7 +278,7 @@ def test_golden_losses(script: str, planted_dir: Path, tmp_path: Path) -> None:
 
 def golden(script: str, data_dir: Path, runs_dir: Path) -> list[float]:
     module, args, model = build(script, log_every=1, runs_dir=runs_dir, lam_lr=1e-3)
-    short_training(module, args, model, data_dir, 10)
+    lam_training(module, args, model, data_dir, 10)
     lines = (runs_dir / script / "cheetah-run/test/seed1/metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["lam/loss"] for line in lines]
 
@@ -316,7 +292,7 @@ def test_compile_equals_eager(planted_dir: Path, tmp_path: Path) -> None:
             blocks = [name for name, part in network.named_modules() if isinstance(part, module.ResidualBlock)]
             for name in blocks[1:]:
                 network.set_submodule(name, torch.nn.Identity())
-        short_training(module, args, model, planted_dir, 3)
+        lam_training(module, args, model, planted_dir, 3)
         lines = (args.runs_dir / "masklam/cheetah-run/test/seed1/metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line)["lam/loss"] for line in lines])
     torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-6)
@@ -326,13 +302,13 @@ def test_masklam_recovers_planted_actions_better_than_lapo(tmp_path: Path) -> No
     """The method's claim, small: a moving background costs LAPO much of the action, MaskLAM next to none."""
     data = planted.write(tmp_path / "data", train=40, test=8, length=50, size=16, action_dim=2)
     found = {}
-    for script in SCRIPTS:
+    for script in ("lapo", "masklam"):
         changes = {"batch_size": 32, "lam_lr": 2e-3, "runs_dir": tmp_path, "latent_dim": 16}
         if script == "masklam":
             changes["max_offset"] = 1  # as LAPO: these actions are independent, so o_{t+10} says nothing about a_t
         module, args, model = build(script, size=16, **changes)
         control = pair_nmse(module, args, model, data)
-        short_training(module, args, model, data, 500)
+        lam_training(module, args, model, data, 500)
         found[script] = pair_nmse(module, args, model.eval(), data)
         print(f"{script}: NMSE {found[script]:.3f}, untrained {control:.3f}")
         assert found[script] < 0.5 * control

@@ -1,0 +1,108 @@
+"""What tests need to build and train each method script on a planted data set."""
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from common.dataset import Dataset, LabelledSampler, Sampler
+
+SCRIPTS = ("lapo", "laom_labels", "laof", "masklam")
+CPU = torch.device("cpu")
+TINY = {"idm_scale": 1, "policy_scale": 1, "batch_size": 16, "latent_dim": 16}
+OWN: dict[str, dict[str, Any]] = {
+    "lapo": {"fdm_scale": 1},
+    "laom_labels": {"head_dim": 32, "num_labels": 40},
+    "laof": {"world_model_width": 4},
+    "masklam": {"fdm_scale": 1},
+}
+# The same as flags, for runs as a subprocess. LAOF gets flow of a small RAFT with random weights; see raft_checkpoint.
+FLAGS = {
+    "lapo": ["--fdm-scale", "1"],
+    "laom_labels": ["--head-dim", "32"],
+    "laof": "--world-model-width 4 --raft small --raft-iterations 2 --raft-checkpoint RAFT".split(),
+    "masklam": ["--fdm-scale", "1"],
+}
+
+
+def raft_checkpoint(folder: Path) -> Path:
+    """Writes random weights of RAFT small, seeded, as a checkpoint: the real ones are not on every machine."""
+    from torchvision.models.optical_flow import raft_small
+
+    path = folder / "raft_random.pth"
+    if not path.exists():
+        torch.manual_seed(0)
+        torch.save(raft_small().state_dict(), path)
+    return path
+
+
+def flags(script: str, folder: Path) -> list[str]:
+    """A script's own flags for a tiny run; files that they name are written to `folder`."""
+    return [str(raft_checkpoint(folder)) if word == "RAFT" else word for word in FLAGS[script]]
+
+
+def build(script: str, size: int = 32, seed: int = 0, action_dim: int = 6, **changes) -> tuple[ModuleType, Any, Any]:
+    """The script's module, tiny arguments, and its model with seeded weights."""
+    module = importlib.import_module(script)
+    args = module.Args(**(TINY | OWN[script] | changes))
+    torch.manual_seed(seed)
+    if script == "laom_labels":
+        model = module.LatentActionModel(args, size, action_dim).apply(module.orthogonal_init)
+        model.target.load_state_dict(model.encoder.state_dict())
+    else:
+        model = module.LatentActionModel(args, size).apply(module.orthogonal_init)
+    return module, args, model
+
+
+def attach_planted_flow(dataset: Dataset) -> None:
+    """The true flow of a planted set as LAOF's: the square's displacement inside its mask, zero elsewhere."""
+    size = dataset.image_size
+    masks = np.unpackbits(dataset.masks(np.arange(dataset.num_frames)), axis=-1).reshape(-1, size, size, 1)
+    step = np.diff(np.round(dataset.state), axis=0, append=0)[:, ::-1]  # to the next frame, x before y
+    step[dataset.episode_start[1:] - 1] = 0
+    flow = (masks * step[:, None, None]).astype(np.float16)
+    cuts = np.cumsum([shard.frames for shard in dataset.shards])[:-1]
+    dataset.attach("raft", [np.ascontiguousarray(part) for part in np.split(flow, cuts)], "planted")
+
+
+def lam_sampler(script: str, args: Any, dataset: Dataset) -> Any:
+    """The sampler of stage 1."""
+    options: dict[str, Any] = {"max_offset": getattr(args, "max_offset", 1), "seed": args.seed, "device": CPU}
+    if script == "laof":
+        attach_planted_flow(dataset)
+        return Sampler(dataset, args.batch_size, masks=True, extra="raft", **options)
+    if script == "laom_labels":
+        indices = dataset.labelled(args.num_labels, args.seed)
+        few = min(args.batch_size, len(indices))
+        known = Sampler(dataset, few, indices=indices, **options | {"seed": args.seed + 2**31})
+        return LabelledSampler(Sampler(dataset, args.batch_size, **options), known)
+    return Sampler(dataset, args.batch_size, masks=True, **options)
+
+
+def lam_training(
+    module: ModuleType, args: Any, model: nn.Module, data_dir: Path, updates: int, updated=lambda model: None
+) -> nn.Module:
+    """Trains stage 1 on a planted set and returns the model. `updated` is called after every update."""
+    from common import runs
+
+    script = module.__name__
+    dataset = Dataset(data_dir, "cheetah-run", "train")
+    run = runs.Run(args, script, "test", {})
+    probe = nn.Linear(args.latent_dim, dataset.action_dim)
+    sampler = lam_sampler(script, args, dataset)
+
+    def after_update(model: nn.Module) -> None:
+        updated(model)
+        if script == "laom_labels":
+            model.move_target(args.target_rate)
+
+    clip = getattr(args, "lam_clip", None)
+    stage = (run, args, "lam", model, module.lam_loss, sampler, updates, args.lam_lr, clip, probe, after_update)
+    module.train(*stage)
+    sampler.close()
+    run.close()
+    return model
