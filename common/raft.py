@@ -70,7 +70,8 @@ def load_raft(size: Literal["large", "small"], checkpoint: Path | None, device: 
     from torchvision.models import optical_flow
 
     build = {"large": optical_flow.raft_large, "small": optical_flow.raft_small}[size]
-    model = build()
+    with torch.random.fork_rng(devices=[]):  # its random weights are replaced; the run's random numbers stay the same
+        model = build()
     if checkpoint is None:
         weights = _download(
             {"large": optical_flow.Raft_Large_Weights, "small": optical_flow.Raft_Small_Weights}[size].DEFAULT

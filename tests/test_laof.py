@@ -241,9 +241,10 @@ def digests(data: Path) -> list[str]:
 
 def test_flow_is_computed_once_and_read_back(flow_dir: Path, weights: Path) -> None:
     """Each row is RAFT's flow to the next frame, the last of an episode zero, however the batches fall."""
-    dataset, args = Dataset(flow_dir, "cheetah-run", "train"), flow_args(weights)
+    dataset, args, state = Dataset(flow_dir, "cheetah-run", "train"), flow_args(weights), torch.get_rng_state()
     laof.attach_flow(dataset, args, CPU)
     assert len(flow_files(flow_dir)) == 3
+    assert torch.equal(torch.get_rng_state(), state)  # a run that computes flow starts from the same weights as others
     raft, _ = raft_weights.load_raft("small", weights, CPU)
     sampler = Sampler(dataset, 9, max_offset=1, seed=0, device=CPU, masks=True, extra="raft")
     batch = sampler.next()

@@ -10,14 +10,16 @@ import sys
 import time
 from pathlib import Path
 
+import methods
+import numpy as np
 import planted
 import pytest
 import torch
 
+from common.dataset import Dataset
+
 ROOT = Path(__file__).parents[1]
-TINY = (
-    "--idm-scale 1 --fdm-scale 1 --policy-scale 1 --latent-dim 16 --batch-size 16 --num-labels 40 --log-every 1".split()
-)
+TINY = "--idm-scale 1 --policy-scale 1 --latent-dim 16 --batch-size 16 --num-labels 40 --log-every 1".split()
 TINY += "--checkpoint-every 3 --lam-updates 10 --policy-updates 10 --decoder-updates 40 --device cpu".split()
 TINY += "--eval-episodes 3 --eval-envs 1 --eval-steps 20".split()
 STAGES = ("lam", "bc", "decoder")
@@ -30,8 +32,8 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(script: str, data: Path, runs: Path, *more: str) -> list[str]:
-    flags = ["--data-dir", str(data), "--runs-dir", str(runs), "--variant", "test", *TINY, *more]
-    return [sys.executable, f"{script}.py", *flags]
+    flags = ["--data-dir", str(data), "--runs-dir", str(runs), "--variant", "test", *TINY]
+    return [sys.executable, f"{script}.py", *flags, *methods.flags(script, data), *more]
 
 
 def environment() -> dict[str, str]:
@@ -93,9 +95,30 @@ def undisturbed_lapo(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
     return whole_run("lapo", data_dir, tmp_path_factory.mktemp("lapo"))
 
 
-@pytest.mark.parametrize("fixture", ["undisturbed", "undisturbed_lapo"])
-def test_end_to_end(fixture: str, request: pytest.FixtureRequest) -> None:
-    script, directory = request.getfixturevalue(fixture)
+@pytest.fixture(scope="module", params=["laom_labels", "laof"])
+def undisturbed_baseline(
+    request: pytest.FixtureRequest, data_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
+    return whole_run(request.param, data_dir, tmp_path_factory.mktemp(request.param))
+
+
+# Pictures that a method has beside those of every method.
+PICTURES = {"laom_labels": {"augmentations.png"}, "laof": {"flow.png"}}
+
+
+def test_end_to_end(undisturbed, data_dir: Path) -> None:
+    check_finished(*undisturbed, data_dir)
+
+
+def test_end_to_end_lapo(undisturbed_lapo, data_dir: Path) -> None:
+    check_finished(*undisturbed_lapo, data_dir)
+
+
+def test_end_to_end_baselines(undisturbed_baseline, data_dir: Path) -> None:
+    check_finished(*undisturbed_baseline, data_dir)
+
+
+def check_finished(script: str, directory: Path, data_dir: Path) -> None:
     files = {path.name for path in directory.iterdir()}
     assert files >= {
         "args.json",
@@ -106,11 +129,16 @@ def test_end_to_end(fixture: str, request: pytest.FixtureRequest) -> None:
         "lam.pt",
         "bc.pt",
         "decoder.pt",
+        *PICTURES.get(script, ()),
     }
     assert not [name for name in files if ".part" in name or name.endswith(".npy")]
     assert not list((directory / "checkpoints").iterdir())
     result = json.loads((directory / "result.json").read_text())
     assert result["script"] == script and result["labelled_transitions"] == 40
+    train_set = Dataset(data_dir, "cheetah-run", "train")
+    listed = [train_set.episode_start[int(e)] + np.arange(n) for e, n in result["labelled_episodes"].items()]
+    assert np.array_equal(np.concatenate(listed), train_set.labelled(40, seed=1))
+    assert {Path(path).name for path in result["pictures"]} == {name for name in files if name.endswith(".png")}
     for name in ("eval/nmse", "eval/nmse_untrained", "eval/return", "eval/normalised_dataset"):
         assert isinstance(result["metrics"][name], float)
     assert set(result["seconds"]) == {"lam", "labels", "bc", "features", "decoder", "probe", "rollout"}
@@ -129,20 +157,41 @@ def test_killed_and_repeated_is_bit_identical(
     undisturbed, data_dir: Path, tmp_path: Path, stage: str, step: int
 ) -> None:
     """SIGKILL before the first checkpoint, between checkpoints, across the stage boundary, and in each stage."""
-    script, reference = undisturbed
+    check_killed(*undisturbed, data_dir, tmp_path, stage, step)
+
+
+def test_baselines_killed_and_repeated_are_bit_identical(undisturbed_baseline, data_dir: Path, tmp_path: Path) -> None:
+    """One run killed four times: twice in stage 1 (moving average, random transformations), and in each later stage."""
+    script, reference = undisturbed_baseline
+    for stage, step in (("lam", 5), ("lam", 8), ("bc", 7), ("decoder", 20)):
+        kill(script, data_dir, tmp_path, stage, step)
+    check_repeated(script, reference, data_dir, tmp_path)
+
+
+def check_killed(script: str, reference: Path, data_dir: Path, runs: Path, stage: str, step: int) -> None:
+    kill(script, data_dir, runs, stage, step)
+    check_repeated(script, reference, data_dir, runs)
+
+
+def kill(script: str, data_dir: Path, runs: Path, stage: str, step: int) -> None:
+    """Starts a run, or goes on with it, and kills it once it has logged an update."""
     process = subprocess.Popen(
-        command(script, data_dir, tmp_path),
+        command(script, data_dir, runs),
         cwd=ROOT,
         env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )
-    directory = run_dir(script, tmp_path)
-    until(process, directory, stage, step)
+    until(process, run_dir(script, runs), stage, step)
     process.kill()
     process.wait()
-    assert not (directory / "result.json").exists()
-    done = finish(script, data_dir, tmp_path)
+    assert not (run_dir(script, runs) / "result.json").exists()
+
+
+def check_repeated(script: str, reference: Path, data_dir: Path, runs: Path) -> None:
+    """The repeated command ends with the weights, losses and metrics of the undisturbed run."""
+    directory = run_dir(script, runs)
+    done = finish(script, data_dir, runs)
     assert done.returncode == 0, done.stderr
     expected, found = weights(reference), weights(directory)
     assert expected.keys() == found.keys()
