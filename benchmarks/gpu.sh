@@ -155,7 +155,7 @@ for script in ("lapo", "masklam"):
             entry = json.loads(line)
             newest[entry["stage"]] = entry
         result[script] = {"complete": False, "newest_metrics": newest}
-for name in ("rendering", "sam", "throughput_lapo", "throughput_masklam"):
+for name in ("rendering", "sam", *(f"throughput_{name}" for name in ("lapo", "laom_labels", "laof", "masklam"))):
     if (found := read(work / f"{name}.json")) is not None:
         result[name] = {key: value for key, value in found.items() if key not in ("versions", "machine", "commit")}
 runs.write_json(out / "gpu.json", result)
@@ -270,8 +270,10 @@ run() {
     # Networks and shapes are those of the training, so that its compiled code is found again.
     step throughput_masklam 100 "$PYTHON" -m benchmarks.throughput --script masklam --env cheetah-run \
         --data-dir "$data" "${sweep[@]}" --out "$WORK/throughput_masklam.json"
-    step throughput_lapo 60 "$PYTHON" -m benchmarks.throughput --script lapo --env cheetah-run \
-        --data-dir "$data" "${stages[@]}" --out "$WORK/throughput_lapo.json"
+    for name in lapo laom_labels laof; do # LAOF with random flow, which is as large as RAFT's
+        step "throughput_$name" 60 "$PYTHON" -m benchmarks.throughput --script "$name" --env cheetah-run \
+            --data-dir "$data" "${stages[@]}" --out "$WORK/throughput_$name.json"
+    done
     echo "$OUT_DIR/gpu.json: $SECONDS s"
     cut -f1,2,3 "$WORK/steps.tsv"
 }

@@ -83,7 +83,12 @@ def main(args: Args) -> None:
         for result in results:
             for key in ("rollout", "pictures", "labelled_episodes"):
                 result.pop(key)
-            for key in ("data_dir", "runs_dir", "clips_dir"):  # where things lie on one machine says nothing
+            for key in (
+                "data_dir",
+                "runs_dir",
+                "clips_dir",
+                "raft_checkpoint",
+            ):  # where things lie on one machine says nothing
                 result["args"].pop(key, None)
         runs.write_json(args.json, results)
 

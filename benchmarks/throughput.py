@@ -37,13 +37,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from common import runs
-from common.dataset import Batch, Dataset, Sampler, TensorSampler, normalise, sequential
+from common.dataset import Batch, Dataset, LabelledSampler, Sampler, TensorSampler, normalise, sequential
 from common.errors import UserError
 from common.shards import ShardWriter, shard_paths
 from common.tasks import get_task
 from make_dataset import default_args
 
-SCRIPTS = ("lapo", "masklam")
+SCRIPTS = ("lapo", "laom_labels", "laof", "masklam")
 # Dense bf16 peaks in TFLOP/s from NVIDIA's data sheets, without sparsity; the longest name that fits a card wins.
 BF16_PEAK = {
     "A10": 125.0,
@@ -69,7 +69,7 @@ BF16_PEAK = {
 
 @dataclass
 class Options:
-    script: Literal["lapo", "masklam"] = "lapo"
+    script: Literal["lapo", "laom_labels", "laof", "masklam"] = "lapo"
     """the method to measure; its flags follow the choice"""
     stages: tuple[Literal["lam", "labels", "bc", "decoder"], ...] = ("lam", "labels", "bc", "decoder")
     """what to measure: stage 1, the labelling of all transitions, stage 2, stage 3"""
@@ -231,7 +231,7 @@ class TimedSampler:
 
     def __init__(self, sampler: Any, args: Any, device: torch.device) -> None:
         self.sampler, self.args, self.device = sampler, args, device
-        self.batch_size = sampler.batch_size
+        self.batch_size, self.batches_per_epoch = sampler.batch_size, getattr(sampler, "batches_per_epoch", 1)
         self.loading, self.repeated = "included", None
         self.results: dict[str, dict[str, Any]] = {}
         self.created = time.perf_counter()
@@ -355,7 +355,9 @@ def head(batch: Any, rows: int) -> Any:
     """The first rows of a batch: operations grow linearly with it, so counting needs no whole one."""
     if isinstance(batch, dict):
         return {name: value[:rows] for name, value in batch.items()}
-    return Batch(*(value if value is None else value[:rows] for value in batch))
+    if isinstance(batch, tuple):
+        return type(batch)(*(head(value, rows) for value in batch))
+    return batch if batch is None else batch[:rows]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -415,6 +417,16 @@ def train_split(args: Any) -> Iterator[tuple[Dataset, str]]:
         yield Dataset(Path(folder), args.env, "train", render, "gt"), "random frames"
 
 
+def attach_random_flow(dataset: Dataset, seed: int) -> None:
+    """Flow as LAOF reads it, of random numbers: what RAFT computes is as large, and nothing here depends on it."""
+    if "raft" not in dataset.extra_hash:
+        rng, size = np.random.default_rng(seed), dataset.image_size
+        shapes = [(shard.frames, size, size, 2) for shard in dataset.shards]
+        dataset.attach(
+            "raft", [rng.standard_normal(shape, np.float32).astype(np.float16) for shape in shapes], "random"
+        )
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Stages
 
@@ -431,17 +443,27 @@ def measure_stage(
         return network.apply(module.orthogonal_init).to(device, memory_format=memory)
 
     size, rows = dataset.image_size, min(2, args.batch_size)
-    windows = {"seed": args.seed, "device": device}
+    windows: dict[str, Any] = {"seed": args.seed, "device": device}
     probe: nn.Module | None = to_device(nn.Linear(args.latent_dim, dataset.action_dim))
     sampler: Any
     clip = None
+    after_update = {}
     if stage in ("lam", "labels"):
-        model = to_device(module.LatentActionModel(args, size))
+        with torch.device(device):  # LAOM-Labels has hundreds of millions of weights
+            actions = (dataset.action_dim,) if args.script == "laom_labels" else ()
+            model = to_device(module.LatentActionModel(args, size, *actions))
     if stage == "lam":
-        with_masks = hasattr(args, "mask_source")
-        offset = getattr(args, "max_offset", 1)
-        loss_fn, rate = module.lam_loss, args.lam_lr
-        sampler = Sampler(dataset, args.batch_size, max_offset=offset, masks=with_masks, **windows)
+        windows |= {"masks": hasattr(args, "mask_source"), "max_offset": getattr(args, "max_offset", 1)}
+        loss_fn, rate, clip = module.lam_loss, args.lam_lr, getattr(args, "lam_clip", None)
+        if args.script == "laof":
+            attach_random_flow(dataset, args.seed)
+            windows["extra"] = "raft"
+        sampler = Sampler(dataset, args.batch_size, **windows)
+        if args.script == "laom_labels":
+            indices = dataset.labelled(min(args.num_labels, len(dataset.transitions)), args.seed)
+            few = min(args.batch_size, len(indices))
+            sampler = LabelledSampler(sampler, Sampler(dataset, few, indices=indices, **windows))
+            after_update["after_update"] = lambda model: model.move_target(args.target_rate)
     elif stage == "labels":
         sampler = Sequential(dataset, args.batch_size, device)
     elif stage == "bc":
@@ -484,9 +506,8 @@ def measure_stage(
         updates = 10**9  # never reached: the sampler ends the loop
         quiet = replace(args, checkpoint_every=updates)
         with contextlib.redirect_stdout(io.StringIO()):
-            module.train(
-                Unsaved(args.script), quiet, stage, model, loss_fn, timed, updates, rate, clip=clip, probe=probe
-            )
+            what = (Unsaved(args.script), quiet, stage, model, loss_fn, timed, updates, rate)
+            module.train(*what, clip=clip, probe=probe, **after_update)
     except Measured:
         pass
     finally:

@@ -242,8 +242,8 @@ class Progress:
 # Fields that may differ between two commands that continue one run: they change neither data nor method. (Compiled code
 # rounds differently; the kind of device is part of a run's identity.)
 RUNTIME_FIELDS = frozenset(
-    "data_dir runs_dir clips_dir variant device data_on_gpu compile compile_mode eval_envs log_every checkpoint_every "
-    "track wandb_project".split()
+    "data_dir runs_dir clips_dir raft_checkpoint variant device data_on_gpu compile compile_mode eval_envs log_every "
+    "checkpoint_every track wandb_project".split()
 )
 
 

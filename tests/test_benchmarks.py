@@ -34,7 +34,7 @@ def check_about(result: dict, module: str) -> None:
     assert "commit" in result
 
 
-@pytest.mark.parametrize("script", ["lapo", "masklam"])
+@pytest.mark.parametrize("script", throughput.SCRIPTS)
 def test_throughput(script, tmp_path):
     out = tmp_path / "throughput.json"
     options = ["--quick", "--batch-size", "4", "--warmup", "1", "--device", "cpu", "--latent-dim", "16", *TINY]
@@ -226,14 +226,16 @@ def test_gpu_script_runs_at_tiny_size(tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "gpu.json").read_text())
     steps = {name: step["status"] for name, step in result["steps"].items()}
-    names = ["machine", "rendering", "dataset", "lapo", "masklam", "sam", "throughput_masklam", "throughput_lapo"]
+    names = ["machine", "rendering", "dataset", "lapo", "masklam", "sam", "throughput_masklam"]
+    names += [f"throughput_{script}" for script in ("lapo", "laom_labels", "laof")]
     assert steps == dict.fromkeys(names, "ok"), (tmp_path / "gpu.log").read_text()[-3000:]
     for script in ("lapo", "masklam"):
         assert result[script]["complete"]
         assert result[script]["metrics"]["eval/nmse"] > 0
         assert result[script]["stages"]["lam"]["samples_per_s"] > 0
-        assert result[f"throughput_{script}"]["measurements"][0]["mfu"]["convolution"] > 0
         assert (tmp_path / f"{script}.png").stat().st_size > 1000
+    for script in throughput.SCRIPTS:
+        assert result[f"throughput_{script}"]["measurements"][0]["mfu"]["convolution"] > 0
     assert result["rendering"]["measurements"][0]["states_per_s"] > 0
     assert [row["frames_per_s"] > 0 for row in result["sam"]["rows"]] == [True, True]
     assert [point["frame"] for point in result["sam"]["memory"]["points"]] == [1, 3]
