@@ -135,6 +135,7 @@ DMW = DCS | {"batch_size": 128, "lam_epochs": 5, "lam_lr": 3e-4, "policy_epochs"
 QUICK = {"idm_scale": 1, "head_dim": 256, "policy_scale": 1, "batch_size": 32, "lam_updates": 640, "lam_lr": 1e-3}
 QUICK |= {"policy_updates": 300, "policy_lr": 1e-3, "decoder_updates": 2000, "num_labels": 5000, "eval_episodes": 4}
 QUICK |= {"eval_envs": 2, "log_every": 20, "checkpoint_every": 100, "lam_warmup_epochs": 0.1}
+QUICK |= {"augment": False, "label_weight": 1.0}  # a few hundred updates are too few for either to pay off
 QUICK_DMW = {"lam_updates": 240, "policy_updates": 200, "eval_steps": 250}
 
 

@@ -177,7 +177,8 @@ def measure_peaks(args: Any, size: int, device: torch.device) -> dict[str, dict[
             peaks = {"card": {"what": f"{name}, dense bf16, data sheet", "flops_per_s": peak}} | peaks
         return peaks
     seconds = min(0.25, args.window_seconds)
-    rates = convolution_rates([args.idm_scale, args.fdm_scale], min(args.batch_size, 64), size, seconds)
+    scales = [args.idm_scale, getattr(args, "fdm_scale", args.idm_scale)]
+    rates = convolution_rates(scales, min(args.batch_size, 64), size, seconds)
     training = [rate for rate in rates if rate["passes"] == "forward+backward"]
     return {
         "convolution": max(rates, key=lambda rate: rate["flops_per_s"]),
