@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from common import evaluation, pictures, runs
 from common.cache import cached, remove_cached
-from common.dataset import Batch, Dataset, Sampler, TensorSampler, normalise, sequential, unpack_masks
+from common.dataset import Batch, Dataset, Sampler, TensorSampler, normalise, sequential, unpack_masks, updates_for
 from common.errors import UserError
 from common.tasks import get_task
 
@@ -79,8 +79,8 @@ class Args:
     """stage 3: updates"""
     decoder_lr: float = 1e-3
     """stage 3: peak learning rate"""
-    decoder_clip: float = 1.0
-    """stage 3: largest norm of the gradient"""
+    decoder_clip: float | None = 1.0
+    """stage 3: largest norm of the gradient; None: any"""
     decoder_dim: int = 256
     """stage 3: hidden units of the action decoder's two layers"""
     num_labels: int = 128_000
@@ -132,6 +132,12 @@ class Args:
     """RAFT's updates of the flow"""
     flow_scale: float = 0.01
     """speed that is drawn in full colour, as a share of the image's diagonal per step (0.9 pixels at 64 x 64)"""
+
+    def __post_init__(self) -> None:
+        if self.world_model_width < 2 or self.raft_iterations < 1 or self.flow_scale <= 0:
+            raise UserError(
+                "--world-model-width must be at least 2, --raft-iterations at least 1, --flow-scale above 0"
+            )
 
 
 # What differs from the defaults above on each suite, with --quick, and with --quick on Distracting Meta-World.
@@ -261,8 +267,8 @@ class UNet(nn.Module):
             level(nn.ConvTranspose2d(below + beside, above, 2, stride=2), above)
             for below, beside, above in zip([2 * widths[-1], *back], [latent_dim, *back], [*back, width])
         )
-        last = [ResidualLayer(width), nn.ReLU(), nn.Conv2d(width, 3, 1)]
-        self.head = nn.Sequential(nn.Conv2d(width + channels, width, 3, padding=1), *last)
+        first, last = nn.Conv2d(width + channels, width, 3, padding=1), nn.Conv2d(width, 3, 1)
+        self.head = nn.Sequential(first, ResidualLayer(width), nn.ReLU(), last)
         self.size = size
 
     def forward(self, image: Tensor | None, z: Tensor) -> Tensor:
@@ -317,11 +323,15 @@ def optical_flow(raft: nn.Module, frames: Tensor, following: Tensor, iterations:
 def attach_flow(dataset: Dataset, args: Args, device: torch.device) -> None:
     """Attaches the flow to the next frame (at the end of an episode zero) from <shard>.raft.h5, made if missing."""
 
+    settings: dict[str, Any] = {"raft": args.raft, "iterations": args.raft_iterations}
+    named = None if args.raft_checkpoint is None else load_raft(args.raft, args.raft_checkpoint, device)
+    if named is not None:  # flow that another file's weights gave is refused
+        settings["weights"] = named[1]
+
     def prepare() -> tuple[Callable[[Tensor, Tensor], Tensor], dict[str, str]]:
-        raft, weights = load_raft(args.raft, args.raft_checkpoint, device)
+        raft, weights = named or load_raft(args.raft, None, device)
         return lambda *frames: optical_flow(raft, *frames, args.raft_iterations), {"weights": weights}
 
-    settings = {"raft": args.raft, "iterations": args.raft_iterations}
     attach_per_frame(dataset, "raft", "flow", settings, prepare, device)
 
 
@@ -448,7 +458,7 @@ def train(
         after_update(model)
         first_bad = torch.where((first_bad < 0) & ~loss.isfinite(), step, first_bad)
         for name, value in logs.items():
-            sums[name] = sums[name] + value if name in sums else value
+            sums[name] = sums[name] + value if name in sums else value.clone()  # a CUDA graph reuses it
         step += 1
 
         save = step % args.checkpoint_every == 0 or step == updates or runs.stop_requested()
@@ -457,12 +467,7 @@ def train(
             first_bad = torch.where((first_bad < 0) & ~finite, step - 1, first_bad)
             *means, bad = torch.stack([*sums.values(), first_bad.float()]).tolist()  # the only wait for the device
             if bad >= 0:
-                good = f"at update {last_saved} in {run.dir / 'checkpoints'}" if last_saved else "the stage's start"
-                raise UserError(
-                    f"{stage}: loss or weights are not finite at update {int(bad)}, episodes "
-                    f"{sampler.episodes(int(bad))}. The last good checkpoint is {good}; a lower learning rate may "
-                    "help, or make_dataset.py --verify if the data is damaged."
-                )
+                raise run.not_finite(stage, int(bad), sampler.episodes(int(bad)), last_saved)
             count, now = step - last_step, time.monotonic()
             values = {f"{stage}/{name}": mean / count for name, mean in zip(sums, means)}
             values["lr"] = rate
@@ -483,11 +488,6 @@ def train(
         stage, updates, {"model": model.state_dict(), "probe": probe.state_dict() if probe else None, "cost": cost}
     )
     return cost
-
-
-def updates_for(epochs: float, updates: int | None, sampler: Sampler) -> int:
-    """Epochs turned into updates, at least one; `updates` wins if it is given."""
-    return max(1, round(epochs * sampler.batches_per_epoch)) if updates is None else updates
 
 
 def main(args: Args) -> None:
@@ -533,9 +533,11 @@ def main(args: Args) -> None:
     on_device = {"auto": "auto", "always": True, "never": False}[args.data_on_gpu]
 
     # --- method: stages ---
-    runs.check_at_least(args, 1, "world_model_width", "raft_iterations")
-    attach_flow(train_set, args, device)
-    attach_flow(test_set, args, device)
+    start = time.monotonic()
+    for split in (train_set, test_set):
+        attach_flow(split, args, device)
+        run.bind(f"{split.split}_flow_hash", split.extra_hash["raft"])
+    costs["flow"] = {"seconds": time.monotonic() - start}  # of this process; little if the files were there
     model = LatentActionModel(args, size).apply(orthogonal_init).to(device, memory_format=torch.channels_last)
     untrained = copy.deepcopy(model).eval()  # the control of the probe
     options = {"max_offset": 1, "masks": True, "extra": "raft", "device": device}
@@ -550,13 +552,12 @@ def main(args: Args) -> None:
     with torch.inference_mode():
         window = observe(batch, args)
         prediction, decoded, _ = model(window)
-    named = {"o(t)": window[:, 2], "o(t+1)": window[:, 3]}
-    mask, target = unpack_masks(batch.masks[:, 3:4], size, size)[:, 0], flow_target(batch, args)
-    flows = {"M(t+1)": mask.expand(-1, 3, -1, -1) - 0.5, "flow": flow_picture(batch.extra, args.flow_scale) - 0.5}
-    title = f"{run.script}, {args.env}: held-out transitions"
-    predicted = {"predicted": prediction, "masked flow": target, "decoded flow": decoded}
-    drawn = [pictures.rows(run.dir / "world_model.png", named | predicted, mask, title)]
-    drawn.append(pictures.rows(run.dir / "flow.png", named | flows | {"masked flow": target}, None, title))
+    named, title = {"o(t)": window[:, 2], "o(t+1)": window[:, 3]}, f"{run.script}, {args.env}: held-out transitions"
+    mask, masked = unpack_masks(batch.masks[:, 3:4], size, size)[:, 0], {"masked flow": flow_target(batch, args)}
+    found = {"predicted": prediction, **masked, "decoded flow": decoded}
+    drawn = [pictures.rows(run.dir / "world_model.png", named | found, mask, title)]
+    found = {"M(t+1)": mask.expand(-1, 3, -1, -1) - 0.5, "flow": flow_picture(batch.extra, args.flow_scale) - 0.5}
+    drawn.append(pictures.rows(run.dir / "flow.png", named | found | masked, None, title))
     # --- end method ---
 
     # Stage 2: label every transition once, then clone the latent actions from the current frames.
@@ -632,12 +633,14 @@ def main(args: Args) -> None:
         metrics,
         seconds={name: cost["seconds"] for name, cost in costs.items()},
         stages=costs,
-        parameters={name: sum(weight.numel() for weight in part.parameters()) for name, part in networks.items()},
+        parameters={
+            name: sum(w.numel() for w in part.parameters() if w.requires_grad) for name, part in networks.items()
+        },
         peak_memory_gib=max(cost.get("peak_memory_gib", 0) for cost in costs.values()),
         nmse_per_dimension=probed["per_dimension"],
         rollout=rolled,
         labelled_transitions=len(labelled),
-        labelled_episodes={int(number): int(count) for number, count in zip(episodes, counts)},  # their first ones
+        labelled_episodes=dict(zip(episodes.tolist(), counts.tolist())),  # episode: how many of its first transitions
         dataset={split.split: split.summary() for split in (train_set, test_set)},
         pictures=[str(path) for path in drawn],
     )

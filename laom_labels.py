@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from common import evaluation, pictures, runs
 from common.cache import cached, remove_cached
-from common.dataset import Batch, Dataset, Sampler, TensorSampler, normalise, sequential, unpack_masks
+from common.dataset import Batch, Dataset, Sampler, TensorSampler, normalise, sequential, unpack_masks, updates_for
 from common.errors import UserError
 from common.tasks import get_task
 
@@ -79,8 +79,8 @@ class Args:
     """stage 3: updates"""
     decoder_lr: float = 1e-3
     """stage 3: peak learning rate"""
-    decoder_clip: float = 1.0
-    """stage 3: largest norm of the gradient"""
+    decoder_clip: float | None = 1.0
+    """stage 3: largest norm of the gradient; None: any"""
     decoder_dim: int = 256
     """stage 3: hidden units of the action decoder's two layers"""
     num_labels: int = 128_000
@@ -125,12 +125,20 @@ class Args:
     augment: bool = True
     """shift, rotate or distort every stack of frames at random during training"""
     lam_warmup_epochs: float = 1
-    """stage 1: passes in which the learning rate rises to its peak; then, and in the other stages, it falls to zero"""
+    """stage 1: passes, at most half of all, in which the learning rate rises to its peak; then it falls to zero"""
+
+    def __post_init__(self) -> None:
+        if not (
+            0 <= self.target_rate <= 1 and self.lam_warmup_epochs >= 0 and min(self.head_dim, self.max_offset) >= 1
+        ):
+            raise UserError(
+                "--target-rate is in [0, 1], --lam-warmup-epochs at least 0, --head-dim, --max-offset at least 1"
+            )
 
 
 # What differs from the defaults above on each suite, with --quick, and with --quick on Distracting Meta-World.
 DCS: dict[str, Any] = {"idm_scale": 6, "lam_epochs": 3, "policy_lr": 3e-4, "decoder_updates": 20_000}
-DCS |= {"decoder_clip": math.inf, "weight_decay": 0.0}
+DCS |= {"decoder_clip": None, "weight_decay": 0.0}
 DMW = DCS | {"batch_size": 128, "lam_epochs": 5, "lam_lr": 3e-4, "policy_epochs": 5, "policy_lr": 2e-4}
 QUICK = {"idm_scale": 1, "head_dim": 256, "policy_scale": 1, "batch_size": 32, "lam_updates": 640, "lam_lr": 1e-3}
 QUICK |= {"policy_updates": 300, "policy_lr": 1e-3, "decoder_updates": 2000, "num_labels": 5000, "eval_episodes": 4}
@@ -141,7 +149,7 @@ QUICK_DMW = {"lam_updates": 240, "policy_updates": 200, "eval_steps": 250}
 
 def schedule(args: Args, stage: str, step: int, updates: int, epoch: int) -> float:
     """Learning rate of an update, relative to its peak: up to 1, then down to 0. `epoch`: updates in one pass."""
-    warmup = round(args.lam_warmup_epochs * epoch) if stage == "lam" else 0
+    warmup = min(round(args.lam_warmup_epochs * epoch), updates // 2) if stage == "lam" else 0
     return (step + 1) / warmup if step < warmup else (updates - step) / (updates - warmup)
 
 
@@ -224,15 +232,15 @@ class ResidualBlock6(ResidualBlock):
 
 
 class StackEncoder(nn.Sequential):
-    """IMPALA with stride-2 convolutions for pooling: (B, channels, size, size) to normalised (B, 32 m size^2 / 64)."""
+    """IMPALA with stride-2 convolutions instead of pooling: (B, channels, size, size) to (B, 32 m size^2 / 64)."""
 
     def __init__(self, channels: int, scale: int, size: int) -> None:
         layers: list[nn.Module] = []
         for width in (16 * scale, 32 * scale, 32 * scale):
             layers += [nn.Conv2d(channels, width, 3, stride=2, padding=1), ResidualBlock6(width), ResidualBlock6(width)]
             channels = width
-        self.out_dim = 32 * scale * (size // 8) ** 2
-        super().__init__(*layers, nn.Flatten(), nn.LayerNorm(self.out_dim, elementwise_affine=False))
+        super().__init__(*layers, nn.Flatten())
+        self.out_dim = math.prod((32 * scale, size // 8, size // 8))
 
 
 class MLPBlock(nn.Module):
@@ -250,19 +258,19 @@ class MLPBlock(nn.Module):
 class Head(nn.Module):
     """Three times a linear layer and a block, then a linear layer: to (B, out_dim).
 
-    Every linear layer but the last sees `again` (B, again_dim), the first also `start` (B, start_dim) if there is one.
+    Every linear layer but the last sees `context` (B, context_dim); the first one `first` (B, first_dim) too, if given.
     """
 
-    def __init__(self, again_dim: int, start_dim: int, dim: int, out_dim: int) -> None:
+    def __init__(self, context_dim: int, first_dim: int, dim: int, out_dim: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(again_dim + width, dim) for width in (start_dim, dim, dim))
+        self.layers = nn.ModuleList(nn.Linear(context_dim + width, dim) for width in (first_dim, dim, dim))
         self.blocks = nn.ModuleList(MLPBlock(dim) for _ in range(3))
         self.last = nn.Linear(dim, out_dim)
 
-    def forward(self, again: Tensor, start: Tensor | None = None) -> Tensor:
-        x = start
+    def forward(self, context: Tensor, first: Tensor | None = None) -> Tensor:
+        x = first
         for layer, block in zip(self.layers, self.blocks):
-            x = block(layer(again if x is None else torch.cat([again, x], dim=1)))
+            x = block(layer(context if x is None else torch.cat([context, x], dim=1)))
         return self.last(x)
 
 
@@ -288,6 +296,10 @@ class LatentActionModel(nn.Module):
         """The embedding (B, dim) of the next stack; no gradient reaches that of the current one."""
         return self.observation_head(z, now.detach())
 
+    def reset_target(self) -> None:
+        """The moving average starts as the encoder, after that is initialised."""
+        self.target.load_state_dict(self.encoder.state_dict())
+
     @torch.no_grad()
     def move_target(self, rate: float) -> None:
         """target = (1 - rate) target + rate encoder, for every weight."""
@@ -298,6 +310,15 @@ class LatentActionModel(nn.Module):
 
 
 # --- method: loss ---
+def labelled_sampler(dataset: Dataset, args: Args, **options: Any) -> LabelledSampler:
+    """Batches of all transitions and, beside them, of the labelled ones that stage 3 has too; both draw their own k."""
+    labelled = dataset.labelled(args.num_labels, args.seed)
+    size, seed = min(args.batch_size, len(labelled)), args.seed + 2**31
+    windows = {"max_offset": args.max_offset} | options
+    known = Sampler(dataset, size, seed=seed, indices=labelled, **windows)
+    return LabelledSampler(Sampler(dataset, args.batch_size, seed=args.seed, **windows), known)
+
+
 def observe(batch: Batch | LabelledBatch, args: Args) -> tuple[Tensor, Tensor, Tensor]:
     """What the networks see of a batch: the stacks (B, 9, H, W) that end at t, at t+k and at t+1."""
     window = normalise(batch.frames)
@@ -315,9 +336,9 @@ def lam_loss(model: LatentActionModel, batch: LabelledBatch, args: Args) -> tupl
     Returns the loss, the latent actions (B, d_z), and further numbers to log.
     """
     current, future, following = observe(batch, args)
-    known, known_future, _ = observe(batch.labelled, args)
-    count, both = len(current), len(current) + len(known)
-    stacks = torch.cat([current, known, future, known_future, following])
+    labelled, labelled_future, _ = observe(batch.labelled, args)
+    count, both = len(current), len(current) + len(labelled)
+    stacks = torch.cat([current, labelled, future, labelled_future, following])
     if args.augment:
         stacks = model.augmentation(stacks, torch.rand(len(stacks), 12, device=stacks.device))
     current, future, following = stacks.split([both, both, count])
@@ -413,7 +434,7 @@ def train(
         after_update(model)
         first_bad = torch.where((first_bad < 0) & ~loss.isfinite(), step, first_bad)
         for name, value in logs.items():
-            sums[name] = sums[name] + value if name in sums else value
+            sums[name] = sums[name] + value if name in sums else value.clone()  # a CUDA graph reuses it
         step += 1
 
         save = step % args.checkpoint_every == 0 or step == updates or runs.stop_requested()
@@ -422,12 +443,7 @@ def train(
             first_bad = torch.where((first_bad < 0) & ~finite, step - 1, first_bad)
             *means, bad = torch.stack([*sums.values(), first_bad.float()]).tolist()  # the only wait for the device
             if bad >= 0:
-                good = f"at update {last_saved} in {run.dir / 'checkpoints'}" if last_saved else "the stage's start"
-                raise UserError(
-                    f"{stage}: loss or weights are not finite at update {int(bad)}, episodes "
-                    f"{sampler.episodes(int(bad))}. The last good checkpoint is {good}; a lower learning rate may "
-                    "help, or make_dataset.py --verify if the data is damaged."
-                )
+                raise run.not_finite(stage, int(bad), sampler.episodes(int(bad)), last_saved)
             count, now = step - last_step, time.monotonic()
             values = {f"{stage}/{name}": mean / count for name, mean in zip(sums, means)}
             values["lr"] = rate
@@ -448,11 +464,6 @@ def train(
         stage, updates, {"model": model.state_dict(), "probe": probe.state_dict() if probe else None, "cost": cost}
     )
     return cost
-
-
-def updates_for(epochs: float, updates: int | None, sampler: Sampler) -> int:
-    """Epochs turned into updates, at least one; `updates` wins if it is given."""
-    return max(1, round(epochs * sampler.batches_per_epoch)) if updates is None else updates
 
 
 def main(args: Args) -> None:
@@ -498,15 +509,11 @@ def main(args: Args) -> None:
     on_device = {"auto": "auto", "always": True, "never": False}[args.data_on_gpu]
 
     # --- method: stages ---
-    runs.check_at_least(args, 1, "head_dim", "max_offset")
     with torch.device(device):  # hundreds of millions of weights, so they are initialised where they stay
         model = LatentActionModel(args, size, action_dim).apply(orthogonal_init).to(memory_format=torch.channels_last)
-    model.target.load_state_dict(model.encoder.state_dict())
+    model.reset_target()
     untrained = copy.deepcopy(model).eval()  # the control of the probe
-    options = {"max_offset": args.max_offset, "device": device, "on_device": on_device}
-    few = min(args.batch_size, args.num_labels)
-    known = Sampler(train_set, few, seed=args.seed + 2**31, indices=labelled, **options)  # the seed: other k in a batch
-    sampler = LabelledSampler(Sampler(train_set, args.batch_size, seed=args.seed, **options), known)
+    sampler = labelled_sampler(train_set, args, device=device, on_device=on_device)
     updates = updates_for(args.lam_epochs, args.lam_updates, sampler)
     costs["lam"] = train(
         run,
@@ -620,12 +627,14 @@ def main(args: Args) -> None:
         metrics,
         seconds={name: cost["seconds"] for name, cost in costs.items()},
         stages=costs,
-        parameters={name: sum(weight.numel() for weight in part.parameters()) for name, part in networks.items()},
+        parameters={
+            name: sum(w.numel() for w in part.parameters() if w.requires_grad) for name, part in networks.items()
+        },
         peak_memory_gib=max(cost.get("peak_memory_gib", 0) for cost in costs.values()),
         nmse_per_dimension=probed["per_dimension"],
         rollout=rolled,
         labelled_transitions=len(labelled),
-        labelled_episodes={int(number): int(count) for number, count in zip(episodes, counts)},  # their first ones
+        labelled_episodes=dict(zip(episodes.tolist(), counts.tolist())),  # episode: how many of its first transitions
         dataset={split.split: split.summary() for split in (train_set, test_set)},
         pictures=[str(path) for path in drawn],
     )

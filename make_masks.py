@@ -31,6 +31,7 @@ from common import pictures, runs, sam
 from common.dataset import Dataset
 from common.errors import UserError
 from common.shards import (
+    DERIVED,
     RENDERS,
     DamagedShard,
     MaskFile,
@@ -45,7 +46,7 @@ from common.shards import (
 from common.tasks import TASKS, get_task
 
 EnvName = Literal[(*TASKS, "all")]
-RESERVED = ("gt", "raft", "dino")  # the simulator's masks, and other files beside the shards
+RESERVED = ("gt", *DERIVED)  # the simulator's masks, and other files beside the shards
 LOW = 0.5  # mean IoU below which an episode gets a warning
 SHOWN = 5  # worst episodes and warnings that are printed; the report has all
 COLUMNS = 10  # frames of an episode on the contact sheet

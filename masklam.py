@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from common import evaluation, pictures, runs
 from common.cache import cached, remove_cached
-from common.dataset import Batch, Dataset, Sampler, TensorSampler, normalise, sequential, unpack_masks
+from common.dataset import Batch, Dataset, Sampler, TensorSampler, normalise, sequential, unpack_masks, updates_for
 from common.errors import UserError
 from common.tasks import get_task
 
@@ -77,8 +77,8 @@ class Args:
     """stage 3: updates"""
     decoder_lr: float = 1e-3
     """stage 3: peak learning rate"""
-    decoder_clip: float = 1.0
-    """stage 3: largest norm of the gradient"""
+    decoder_clip: float | None = 1.0
+    """stage 3: largest norm of the gradient; None: any"""
     decoder_dim: int = 256
     """stage 3: hidden units of the action decoder's two layers"""
     num_labels: int = 128_000
@@ -424,7 +424,7 @@ def train(
         after_update(model)
         first_bad = torch.where((first_bad < 0) & ~loss.isfinite(), step, first_bad)
         for name, value in logs.items():
-            sums[name] = sums[name] + value if name in sums else value
+            sums[name] = sums[name] + value if name in sums else value.clone()  # a CUDA graph reuses it
         step += 1
 
         save = step % args.checkpoint_every == 0 or step == updates or runs.stop_requested()
@@ -433,12 +433,7 @@ def train(
             first_bad = torch.where((first_bad < 0) & ~finite, step - 1, first_bad)
             *means, bad = torch.stack([*sums.values(), first_bad.float()]).tolist()  # the only wait for the device
             if bad >= 0:
-                good = f"at update {last_saved} in {run.dir / 'checkpoints'}" if last_saved else "the stage's start"
-                raise UserError(
-                    f"{stage}: loss or weights are not finite at update {int(bad)}, episodes "
-                    f"{sampler.episodes(int(bad))}. The last good checkpoint is {good}; a lower learning rate may "
-                    "help, or make_dataset.py --verify if the data is damaged."
-                )
+                raise run.not_finite(stage, int(bad), sampler.episodes(int(bad)), last_saved)
             count, now = step - last_step, time.monotonic()
             values = {f"{stage}/{name}": mean / count for name, mean in zip(sums, means)}
             values["lr"] = rate
@@ -459,11 +454,6 @@ def train(
         stage, updates, {"model": model.state_dict(), "probe": probe.state_dict() if probe else None, "cost": cost}
     )
     return cost
-
-
-def updates_for(epochs: float, updates: int | None, sampler: Sampler) -> int:
-    """Epochs turned into updates, at least one; `updates` wins if it is given."""
-    return max(1, round(epochs * sampler.batches_per_epoch)) if updates is None else updates
 
 
 def main(args: Args) -> None:
@@ -601,12 +591,14 @@ def main(args: Args) -> None:
         metrics,
         seconds={name: cost["seconds"] for name, cost in costs.items()},
         stages=costs,
-        parameters={name: sum(weight.numel() for weight in part.parameters()) for name, part in networks.items()},
+        parameters={
+            name: sum(w.numel() for w in part.parameters() if w.requires_grad) for name, part in networks.items()
+        },
         peak_memory_gib=max(cost.get("peak_memory_gib", 0) for cost in costs.values()),
         nmse_per_dimension=probed["per_dimension"],
         rollout=rolled,
         labelled_transitions=len(labelled),
-        labelled_episodes={int(number): int(count) for number, count in zip(episodes, counts)},  # their first ones
+        labelled_episodes=dict(zip(episodes.tolist(), counts.tolist())),  # episode: how many of its first transitions
         dataset={split.split: split.summary() for split in (train_set, test_set)},
         pictures=[str(path) for path in drawn],
     )

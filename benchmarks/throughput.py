@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from common import runs
-from common.dataset import Batch, Dataset, LabelledSampler, Sampler, TensorSampler, normalise, sequential
+from common.dataset import Batch, Dataset, Sampler, TensorSampler, normalise, sequential
 from common.errors import UserError
 from common.shards import ShardWriter, shard_paths
 from common.tasks import get_task
@@ -459,12 +459,13 @@ def measure_stage(
         if args.script == "laof":
             attach_random_flow(dataset, args.seed)
             windows["extra"] = "raft"
-        sampler = Sampler(dataset, args.batch_size, **windows)
         if args.script == "laom_labels":
-            indices = dataset.labelled(min(args.num_labels, len(dataset.transitions)), args.seed)
-            few = min(args.batch_size, len(indices))
-            sampler = LabelledSampler(sampler, Sampler(dataset, few, indices=indices, **windows))
+            model.reset_target()
             after_update["after_update"] = lambda model: model.move_target(args.target_rate)
+            labels = min(args.num_labels, len(dataset.transitions))
+            sampler = module.labelled_sampler(dataset, replace(args, num_labels=labels), device=device)
+        else:
+            sampler = Sampler(dataset, args.batch_size, **windows)
     elif stage == "labels":
         sampler = Sequential(dataset, args.batch_size, device)
     elif stage == "bc":

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 class Augmentation(nn.Module):
     """Moves each stack of frames as a whole: not at all, shift, rotate, distort, or one of four pairs of them in turn.
 
-    One projective map per stack, from output to input pixels, does it in one sampling; edges are replicated. Ranges are
-    LAOM's: shifts of up to 7/32 of the image in whole pixels, angles of up to a quarter turn, and corners of the image
-    with 30 pixels around it that move inwards by up to half of the way to its middle.
+    One projective map per stack, from output to input pixels, does it in one sampling; edges are replicated. Choices
+    and ranges are LAOM's: shifts of up to 7/32 of the image in whole pixels, angles of up to a quarter turn, corners of
+    the image with 30 pixels around it that move inwards by up to half of the way to its middle. Unlike there, every
+    stack has an angle and corners of its own, and what the first of a pair moves out of the picture is not cut off
+    before the second.
     """
 
     def __init__(self, size: int) -> None:
@@ -30,15 +32,12 @@ class Augmentation(nn.Module):
         reach = self.size * 7 // 32
         x, y = (((noise[:, 1:3] * (2 * reach + 1)).floor() - reach) * 2 / self.size).unbind(1)
         cos, sin = (angle := (noise[:, 3] - 0.5) * math.pi).cos(), angle.sin()
-        x1, y1 = (self.corners * (1 - noise[:, 4:].view(-1, 4, 2) / 2)).unbind(2)  # (B, 4), where corners move to
-        x0, y0 = (corner.expand_as(x1) for corner in self.corners.unbind(1))
-        nil, unit = torch.zeros_like(x1), torch.ones_like(x1)
-        rows = [torch.stack([x1, y1, unit, nil, nil, nil, -x0 * x1, -x0 * y1], dim=2)]
-        rows += [torch.stack([nil, nil, nil, x1, y1, unit, -y0 * x1, -y0 * y1], dim=2)]
-        back = torch.linalg.solve_ex(torch.cat(rows, dim=1), torch.cat([x0, y0], dim=1))[0]  # from there to the corners
+        corners = self.corners * (1 - noise[:, 4:].view(-1, 4, 2) / 2)  # (B, 4, 2), where they move to
+        distort = _square_of(corners, self.corners[2, 0])
         maps = [one, zero, zero, zero, one, zero, zero, zero], [one, zero, x, zero, one, y, zero, zero]
-        maps = *maps, [cos, sin, zero, -sin, cos, zero, zero, zero], back.unbind(1)
-        maps = torch.stack([torch.stack([*entries, one], dim=1).view(-1, 3, 3) for entries in maps], dim=1)
+        maps = *maps, [cos, sin, zero, -sin, cos, zero, zero, zero]
+        maps = [torch.stack([*entries, one], dim=1).view(-1, 3, 3) for entries in maps]
+        maps = torch.stack([*maps, distort], dim=1)
         first, second = self.pairs[(noise[:, 0] * 8).long()].unbind(1)
         index = torch.arange(len(noise), device=noise.device)
         to_input = (maps[index, first][:, :, :, None] * maps[index, second][:, None]).sum(2)  # of both, in float32
@@ -46,3 +45,22 @@ class Augmentation(nn.Module):
         w = m[6] * self.x + m[7] * self.y + m[8]
         grid = [(m[row] * self.x + m[row + 1] * self.y + m[row + 2]) / w for row in (0, 3)]
         return F.grid_sample(stacks, torch.stack(grid, dim=-1), padding_mode="border", align_corners=False)
+
+
+def _square_of(corners: Tensor, half: Tensor) -> Tensor:
+    """The projective map (B, 3, 3), up to scale, from a quadrilateral to the square [-half, half]^2.
+
+    corners: (B, 4, 2) in the order (-, -), (+, -), (+, +), (-, +). It is the inverse, here the adjugate, of the map
+    from the unit square to four points (Heckbert, Fundamentals of Texture Mapping and Image Warping, 1989).
+    """
+    (x0, y0), (x1, y1), (x2, y2), (x3, y3) = (corner.unbind(1) for corner in corners.unbind(1))
+    dx1, dx2, sx = x1 - x2, x3 - x2, x0 - x1 + x2 - x3
+    dy1, dy2, sy = y1 - y2, y3 - y2, y0 - y1 + y2 - y3
+    scale = dx1 * dy2 - dx2 * dy1
+    g, h = (sx * dy2 - dx2 * sy) / scale, (dx1 * sy - sx * dy1) / scale
+    a, b, c = x1 - x0 + g * x1, x3 - x0 + h * x3, x0
+    d, e, f = y1 - y0 + g * y1, y3 - y0 + h * y3, y0
+    u = torch.stack([e - f * h, c * h - b, b * f - c * e], dim=1)
+    v = torch.stack([f * g - d, a - c * g, c * d - a * f], dim=1)
+    w = torch.stack([d * h - e * g, b * g - a * h, a * e - b * d], dim=1)
+    return torch.stack([half * (2 * u - w), half * (2 * v - w), w], dim=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -131,8 +132,8 @@ def attach_per_frame(
         different = plan_differences({key: sidecar.settings.get(key) for key in known}, known)
         if different:
             raise UserError(
-                f"{path}: made with other settings ({', '.join(different)}); use those, or remove the files to compute "
-                f"them again: rm {dataset.folder}/*.{suffix}.h5"
+                f"{path}: made with other settings ({', '.join(different)}); use those, or remove the files, of both "
+                f"renders, to compute them again: rm {shlex.quote(str(dataset.folder))}/*.{suffix}.h5"
             )
         return sidecar
 
@@ -147,6 +148,7 @@ def attach_per_frame(
 
     todo = scan()
     progress: runs.Progress | None = None
+    waited: list[int] = []
 
     def compute(shard: Shard) -> np.ndarray:
         frames, rows = shard.array(f"{dataset.render}/observation"), None
@@ -173,7 +175,7 @@ def attach_per_frame(
                 differences = ", ".join(plan_differences(known, settings))
                 raise UserError(
                     f"{dataset.folder}: has {suffix} files made with other settings ({differences}); use those, or "
-                    f"remove them: rm {dataset.folder}/*.{suffix}.h5"
+                    f"remove them, of both renders: rm {shlex.quote(str(dataset.folder))}/*.{suffix}.h5"
                 )
             done = sum(dataset.shards[number].frames for number in found)
             progress = runs.Progress(f"{suffix} {dataset.env} {dataset.split}", dataset.num_frames, "frames", done=done)
@@ -195,6 +197,9 @@ def attach_per_frame(
         if todo:  # another process is at them; it may be killed
             if runs.stop_requested():
                 raise runs.Stopped("another process is computing the rest; the same command goes on")
+            if todo != waited:
+                print(f"waiting for another process that computes {len(todo)} files of {dataset.folder}", flush=True)
+            waited = todo
             time.sleep(2)
     if progress is not None:
         progress.close()

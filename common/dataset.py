@@ -17,6 +17,7 @@ import torch
 
 from common.errors import UserError
 from common.shards import (
+    DERIVED,
     DamagedShard,
     Shard,
     missing_shards,
@@ -162,7 +163,7 @@ class Dataset:
         files = [sidecar_path(shard.path, source) for shard in self.shards]
         absent = [path for path in files if not path.exists()]
         if len(absent) == len(files):
-            present = {path.name.split(".")[1] for path in self.folder.glob("*.*.h5")}
+            present = {path.name.split(".")[1] for path in self.folder.glob("*.*.h5")} - set(DERIVED)
             raise UserError(
                 f"{absent[0]}: no masks named '{source}'; there are: {', '.join(['gt', *sorted(present)])}. "
                 f"Make them with: {self._mask_command(source)}"
@@ -202,7 +203,7 @@ class Dataset:
                     verify_sidecar(path, shard)
                 except DamagedShard as error:
                     repair, source = f"rm {shlex.quote(str(path))}", path.name.split(".")[1]
-                    if source not in ("raft", "dino"):  # training makes these again by itself
+                    if source not in DERIVED:  # which training makes again by itself
                         repair += f" && {self._mask_command(source)}"
                     raise UserError(f"{error}; repair with: {repair}") from error
             progress(shard.frames)
@@ -726,6 +727,11 @@ def sequential(
             yield prefetch.next()
     finally:
         prefetch.close()
+
+
+def updates_for(epochs: float, updates: int | None, sampler: Sampler | LabelledSampler) -> int:
+    """Epochs turned into updates, at least one; `updates` wins if it is given."""
+    return max(1, round(epochs * sampler.batches_per_epoch)) if updates is None else updates
 
 
 def normalise(frames: torch.Tensor) -> torch.Tensor:

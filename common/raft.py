@@ -69,26 +69,24 @@ def load_raft(size: Literal["large", "small"], checkpoint: Path | None, device: 
     """
     from torchvision.models import optical_flow
 
-    build = {"large": optical_flow.raft_large, "small": optical_flow.raft_small}[size]
+    large = size == "large"
     with torch.random.fork_rng(devices=[]):  # its random weights are replaced; the run's random numbers stay the same
-        model = build()
+        model = (optical_flow.raft_large if large else optical_flow.raft_small)()
     if checkpoint is None:
-        weights = _download(
-            {"large": optical_flow.Raft_Large_Weights, "small": optical_flow.Raft_Small_Weights}[size].DEFAULT
-        )
+        weights = _download((optical_flow.Raft_Large_Weights if large else optical_flow.Raft_Small_Weights).DEFAULT)
     else:
         weights = to_torchvision(_read(checkpoint))
-    expected = model.state_dict()
-    weights = {name: value for name, value in weights.items() if not name.endswith("num_batches_tracked")}
-    wanted = {name: value.shape for name, value in expected.items() if not name.endswith("num_batches_tracked")}
+    state = model.state_dict()
+    counters = {name: value for name, value in state.items() if name.endswith("num_batches_tracked")}
+    weights = {name: value for name, value in weights.items() if name not in counters}
+    wanted = {name: value.shape for name, value in state.items() if name not in counters}
     if {name: value.shape for name, value in weights.items()} != wanted:
-        other = "small" if size == "large" else "large"
-        fit = len(set(weights) & set(wanted))
+        fit, other = len(set(weights) & set(wanted)), "small" if large else "large"
         raise UserError(
             f"--raft-checkpoint {checkpoint}: not the weights of RAFT {size} ({len(weights)} tensors, {fit} of "
             f"{len(wanted)} names fit); is it RAFT {other}? Then add --raft {other}"
         )
-    model.load_state_dict(expected | weights)
+    model.load_state_dict(counters | weights)
     digest = hashlib.sha256()
     for name in sorted(weights):
         digest.update(name.encode() + weights[name].float().contiguous().numpy().tobytes())

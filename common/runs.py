@@ -319,16 +319,28 @@ class Run:
             old = json.loads(path.read_text())
         except json.JSONDecodeError:
             raise UserError(f"{path} is damaged; remove {self.dir} and repeat the command") from None
+        bound = {key: value for key, value in old.items() if key.endswith("_hash") and key not in new}  # see `bind`
         lines = [
             f"  {key}: {old.get(key)!r} there, {new.get(key)!r} now"
             for key in sorted(old.keys() | new.keys())
-            if key not in RUNTIME_FIELDS and old.get(key) != new.get(key)
+            if key not in RUNTIME_FIELDS | bound.keys() and old.get(key) != new.get(key)
         ]
         if lines:
             raise UserError(
                 f"{self.dir} was made with other arguments:\n" + "\n".join(lines) + "\n"
                 "Use the same arguments to go on, --variant NAME for a new run, or remove the directory."
             )
+
+    def bind(self, name: str, value: str) -> None:
+        """Adds a value that is known only now to what must be the same when the run goes on. UserError if it is not."""
+        self.identity[name] = value
+        known = json.loads((self.dir / "args.json").read_text())
+        if known.setdefault(name, value) != value:
+            raise UserError(
+                f"{self.dir} was made with another {name}: {known[name]!r} there, {value!r} now; bring that data back, "
+                "or train under another --variant"
+            )
+        write_json(self.dir / "args.json", known)
 
     def _start_wandb(self) -> None:
         try:
@@ -437,6 +449,14 @@ class Run:
                 f"{error}; remove it and the later ones of lam.pt, labels.npy, bc.pt, features.npy, decoder.pt, then "
                 "repeat the command to train from there"
             ) from None
+
+    def not_finite(self, stage: str, update: int, episodes: list[int], saved: int) -> UserError:
+        """The error of a loss or weights that are not finite; saved: update of the newest checkpoint, 0 without one."""
+        good = f"at update {saved} in {self.dir / 'checkpoints'}" if saved else "the stage's start"
+        return UserError(
+            f"{stage}: loss or weights are not finite at update {update}, episodes {episodes}. The last good checkpoint "
+            f"is {good}; a lower learning rate may help, or make_dataset.py --verify if the data is damaged."
+        )
 
     def write_result(self, metrics: dict[str, float | None], **about: Any) -> None:
         """Writes ``result.json``, which marks the run as finished, and prints the metrics."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from common.dataset import Dataset, LabelledSampler, Sampler
+from common.dataset import Dataset, Sampler
 
 SCRIPTS = ("lapo", "laom_labels", "laof", "masklam")
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ def build(script: str, size: int = 32, seed: int = 0, action_dim: int = 6, **cha
     torch.manual_seed(seed)
     if script == "laom_labels":
         model = module.LatentActionModel(args, size, action_dim).apply(module.orthogonal_init)
-        model.target.load_state_dict(model.encoder.state_dict())
+        model.reset_target()
     else:
         model = module.LatentActionModel(args, size).apply(module.orthogonal_init)
     return module, args, model
@@ -76,10 +76,7 @@ def lam_sampler(script: str, args: Any, dataset: Dataset) -> Any:
         attach_planted_flow(dataset)
         return Sampler(dataset, args.batch_size, masks=True, extra="raft", **options)
     if script == "laom_labels":
-        indices = dataset.labelled(args.num_labels, args.seed)
-        few = min(args.batch_size, len(indices))
-        known = Sampler(dataset, few, indices=indices, **options | {"seed": args.seed + 2**31})
-        return LabelledSampler(Sampler(dataset, args.batch_size, **options), known)
+        return importlib.import_module(script).labelled_sampler(dataset, args, device=CPU)
     return Sampler(dataset, args.batch_size, masks=True, **options)
 
 

@@ -246,9 +246,14 @@ def test_flow_is_computed_once_and_read_back(flow_dir: Path, weights: Path) -> N
     assert len(flow_files(flow_dir)) == 3
     assert torch.equal(torch.get_rng_state(), state)  # a run that computes flow starts from the same weights as others
     raft, _ = raft_weights.load_raft("small", weights, CPU)
-    sampler = Sampler(dataset, 9, max_offset=1, seed=0, device=CPU, masks=True, extra="raft")
-    batch = sampler.next()
-    sampler.close()
+    batches = []
+    for on_device in (False, True):  # gathered from the files, and from one tensor on the device
+        options = {"max_offset": 1, "seed": 0, "device": CPU, "masks": True, "extra": "raft", "on_device": on_device}
+        sampler = Sampler(dataset, 9, **options)
+        batches.append(sampler.next())
+        sampler.close()
+    assert all(torch.equal(*pair) for pair in zip(*batches))
+    batch = batches[0]
     assert batch.extra.shape == (9, 32, 32, 2) and batch.extra.dtype == torch.float16
     for row, t in enumerate(batch.index.tolist()):
         pair = (torch.from_numpy(dataset.frames(np.array([where]))) for where in (t, t + 1))
