@@ -320,8 +320,9 @@ def optical_flow(raft: nn.Module, frames: Tensor, following: Tensor, iterations:
     return flow.movedim(1, -1).half()
 
 
-def attach_flow(dataset: Dataset, args: Args, device: torch.device) -> None:
-    """Attaches the flow to the next frame (at the end of an episode zero) from <shard>.raft.h5, made if missing."""
+def attach_flow(dataset: Dataset, args: Args, device: torch.device) -> float:
+    """Attaches the flow to the next frame (zero at an episode's end) from <shard>.raft.h5, made if missing. Returns the
+    seconds that it took."""
 
     settings: dict[str, Any] = {"raft": args.raft, "iterations": args.raft_iterations}
     named = None if args.raft_checkpoint is None else load_raft(args.raft, args.raft_checkpoint, device)
@@ -332,7 +333,7 @@ def attach_flow(dataset: Dataset, args: Args, device: torch.device) -> None:
         raft, weights = named or load_raft(args.raft, None, device)
         return lambda *frames: optical_flow(raft, *frames, args.raft_iterations), {"weights": weights}
 
-    attach_per_frame(dataset, "raft", "flow", settings, prepare, device)
+    return attach_per_frame(dataset, "raft", "flow", settings, prepare, device)
 
 
 def flow_picture(flow: Tensor, scale: float) -> Tensor:
@@ -533,11 +534,8 @@ def main(args: Args) -> None:
     on_device = {"auto": "auto", "always": True, "never": False}[args.data_on_gpu]
 
     # --- method: stages ---
-    start = time.monotonic()
-    for split in (train_set, test_set):
-        attach_flow(split, args, device)
-        run.bind(f"{split.split}_flow_hash", split.extra_hash["raft"])
-    costs["flow"] = {"seconds": time.monotonic() - start}  # of this process; little if the files were there
+    costs["flow"] = {"seconds": sum(attach_flow(split, args, device) for split in (train_set, test_set))}
+    run.bind("flow_hash", train_set.extra_hash["raft"] + test_set.extra_hash["raft"])
     model = LatentActionModel(args, size).apply(orthogonal_init).to(device, memory_format=torch.channels_last)
     untrained = copy.deepcopy(model).eval()  # the control of the probe
     options = {"max_offset": 1, "masks": True, "extra": "raft", "device": device}

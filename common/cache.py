@@ -98,7 +98,7 @@ def attach_per_frame(
     settings: dict[str, Any],
     prepare: Callable[[], tuple[PerFrame, dict[str, Any]]],
     device: torch.device,
-) -> None:
+) -> float:
     """Attach to `dataset`, as `suffix`, what is computed once per frame: array <render>/<name> of <shard>.<suffix>.h5.
 
     Files that are missing are written first, each whole or not at all, together with other processes that do the same.
@@ -110,9 +110,10 @@ def attach_per_frame(
             uint8 (B, H, W, 3) on `device`, to rows (B, ...), and further settings (of weights that it had to load).
             The last frame of an episode, which nothing follows, gets zeros.
 
-    Raises UserError for other settings or a full disk, and Stopped at a signal; files that are complete stay.
+    Returns the seconds that this process took. Raises UserError for other settings or a full disk, and Stopped at a
+    signal; files that are complete stay.
     """
-    name = f"{dataset.render}/{name}"
+    start, name = time.monotonic(), f"{dataset.render}/{name}"
     known, function = dict(settings), None
     found: dict[int, Sidecar] = {}
     damaged: set[Path] = set()
@@ -153,11 +154,11 @@ def attach_per_frame(
     def compute(shard: Shard) -> np.ndarray:
         frames, rows = shard.array(f"{dataset.render}/observation"), None
         batch = 64 if device.type == "cuda" else 8
-        for start in range(0, shard.frames - 1, batch):
-            both = torch.tensor(frames[start : start + batch + 1], device=device)
+        for first in range(0, shard.frames - 1, batch):
+            both = torch.tensor(frames[first : first + batch + 1], device=device)
             out = function(both[:-1], both[1:]).cpu().numpy()
             rows = np.zeros((shard.frames, *out.shape[1:]), out.dtype) if rows is None else rows
-            rows[start : start + len(out)] = out
+            rows[first : first + len(out)] = out
             progress.update(len(out))
             if runs.stop_requested():
                 raise runs.Stopped(
@@ -206,3 +207,4 @@ def attach_per_frame(
     hashes = "".join(str(found[number].attributes[f"{name}_hash"]) for number in sorted(found))
     arrays = [found[number].array(name) for number in sorted(found)]
     dataset.attach(suffix, arrays, hashlib.sha256(hashes.encode()).hexdigest())
+    return time.monotonic() - start

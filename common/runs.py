@@ -454,8 +454,8 @@ class Run:
         """The error of a loss or weights that are not finite; saved: update of the newest checkpoint, 0 without one."""
         good = f"at update {saved} in {self.dir / 'checkpoints'}" if saved else "the stage's start"
         return UserError(
-            f"{stage}: loss or weights are not finite at update {update}, episodes {episodes}. The last good checkpoint "
-            f"is {good}; a lower learning rate may help, or make_dataset.py --verify if the data is damaged."
+            f"{stage}: loss or weights are not finite at update {update}, episodes {episodes}. The last good "
+            f"checkpoint is {good}; a lower learning rate may help, or make_dataset.py --verify if the data is damaged."
         )
 
     def write_result(self, metrics: dict[str, float | None], **about: Any) -> None:

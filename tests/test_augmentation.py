@@ -1,5 +1,6 @@
 """LAOM's augmentation in one sampling, against a loop over images that transforms coordinates one map after another."""
 
+import itertools
 import math
 
 import numpy as np
@@ -15,7 +16,7 @@ CHOICES = ("", "shift", "rotate", "distort", "shift rotate", "rotate shift", "ro
 
 
 def stacks(count: int, size: int, seed: int = 0) -> torch.Tensor:
-    """Smooth random stacks (B, 9, size, size)."""
+    """Random stacks (B, 9, size, size) of coarse squares."""
     generator = torch.Generator().manual_seed(seed)
     return F.interpolate(torch.rand(count, 9, size // 4, size // 4, generator=generator), size=(size, size)) - 0.5
 
@@ -93,14 +94,29 @@ def test_a_rotation_is_torchvisions() -> None:
         torch.testing.assert_close(found[number][inside], expected[inside], rtol=0, atol=2e-3)
 
 
-def test_every_choice_is_as_likely_and_extremes_stay_finite() -> None:
-    noise = torch.rand(8000, 12, generator=torch.Generator().manual_seed(0))
-    chosen = torch.bincount((noise[:, 0] * 8).long(), minlength=8)
-    assert len(chosen) == 8 and chosen.min() > 800
-    extremes = torch.tensor([[value] * 12 for value in (0.0, 1 - 2**-24)] * 8)
-    extremes[:, 0] = (torch.arange(16) // 2 + 0.5) / 8
-    found = Augmentation(64)(stacks(16, 64), extremes)
-    assert found.isfinite().all() and found.abs().max() <= 0.5 + 1e-6
+def test_every_choice_is_as_likely() -> None:
+    """Told apart by what they do: nothing, a shift (whole pixels keep the values), or one of the others."""
+    images = torch.rand(1, 3, 32, 32).expand(4000, -1, -1, -1)
+    found = Augmentation(32)(images, torch.rand(4000, 12, generator=torch.Generator().manual_seed(0)))
+    still = (found - images).abs().amax((1, 2, 3)) < 1e-4
+    values = images[0].flatten()
+    nearest = torch.cdist(found[:, :, 8::16, 8::16].reshape(-1, 1), values[:, None]).amin(1).view(4000, -1)
+    moved = (nearest.amax(1) < 1e-5) & ~still
+    assert still.float().mean() == pytest.approx(1 / 8, abs=0.02)
+    assert moved.float().mean() == pytest.approx(1 / 8, abs=0.02)
+
+
+@pytest.mark.parametrize("size", [32, 64, 128])
+def test_the_strongest_distortions_stay_in_front_of_the_camera(size: int) -> None:
+    """Every combination of corners that move fully or not at all: the picture stays finite and is not folded over."""
+    corners = torch.tensor(list(itertools.product((0.0, 1 - 2**-24), repeat=8)))
+    ramp = torch.linspace(-0.5, 0.5, size).expand(1, 1, size, size)  # grows to the right
+    for choice in (3, 6, 7):
+        noise = torch.full((len(corners), 12), 0.5)  # no turn, no shift
+        noise[:, 0], noise[:, 4:] = (choice + 0.5) / 8, corners
+        found = Augmentation(size)(ramp.expand(len(corners), -1, -1, -1), noise)
+        assert found.isfinite().all() and found.abs().max() <= 0.5 + 1e-6
+        assert (found.diff(dim=-1) > -1e-5).all()
 
 
 def test_all_frames_of_a_stack_move_together() -> None:

@@ -263,7 +263,7 @@ def test_flow_is_computed_once_and_read_back(flow_dir: Path, weights: Path) -> N
     last = next(sequential(dataset, 9, max_offset=0, device=CPU, extra="raft", indices=dataset.episode_start[1:] - 1))
     assert (last.extra == 0).all()
     before, again = digests(flow_dir), Dataset(flow_dir, "cheetah-run", "train")
-    laof.attach_flow(again, flow_args(Path("gone.pth")), CPU)  # the weights are not needed any more
+    laof.attach_flow(again, flow_args(None), CPU)  # the weights are not needed any more
     assert digests(flow_dir) == before and again.extra_hash == dataset.extra_hash
     assert again.summary()["extra_hash"] == dataset.extra_hash and len(dataset.extra_hash["raft"]) == 64
 
@@ -279,17 +279,46 @@ def test_both_renders_share_the_files(flow_dir: Path, weights: Path) -> None:
     again.verify()
 
 
-@pytest.mark.parametrize(("changes", "field"), [({"raft_iterations": 3}, "iterations: 2 -> 3"), ({}, "weights: ")])
-def test_other_settings_are_refused(flow_dir: Path, weights: Path, tmp_path: Path, changes: dict, field: str) -> None:
+@pytest.mark.parametrize("case", ["iterations", "weights", "weights, one file missing"])
+def test_other_settings_are_refused(flow_dir: Path, weights: Path, tmp_path: Path, case: str) -> None:
     laof.attach_flow(Dataset(flow_dir, "cheetah-run", "train"), flow_args(weights), CPU)
-    if not changes:  # other weights of the same size, which only show when one more file has to be made
-        flow_files(flow_dir)[1].unlink()
-        state = torch.load(weights, weights_only=True)
-        torch.save({name: value + 1e-3 for name, value in state.items()}, tmp_path / "other.pth")
-        changes = {"raft_checkpoint": tmp_path / "other.pth"}
-    with pytest.raises(UserError, match=re.escape(field)) as error:
+    before = digests(flow_dir)
+    state = torch.load(weights, weights_only=True)
+    torch.save({name: value + 1e-3 for name, value in state.items()}, tmp_path / "other.pth")
+    if "missing" in case:
+        flow_files(flow_dir)[0].unlink()
+    changes = {"raft_iterations": 3} if case == "iterations" else {"raft_checkpoint": tmp_path / "other.pth"}
+    with pytest.raises(UserError, match="iterations: 2 -> 3" if case == "iterations" else "weights: ") as error:
         laof.attach_flow(Dataset(flow_dir, "cheetah-run", "train"), flow_args(weights, **changes), CPU)
     assert "rm " in str(error.value) and ".raft.h5" in str(error.value)
+    assert digests(flow_dir) == before[len(before) - len(flow_files(flow_dir)) :]  # nothing was added or lost
+
+
+def test_a_run_goes_on_with_its_own_flow_only(flow_dir: Path, weights: Path, tmp_path: Path) -> None:
+    """Files removed and made again with other weights: the run that used the first ones says so."""
+    from common import runs
+
+    args, hashes = laof.Args(runs_dir=tmp_path / "runs"), []
+    state = torch.load(weights, weights_only=True)
+    torch.save({name: value + 1e-3 for name, value in state.items()}, tmp_path / "other.pth")
+    for checkpoint in (weights, tmp_path / "other.pth"):
+        dataset = Dataset(flow_dir, "cheetah-run", "train")
+        laof.attach_flow(dataset, flow_args(checkpoint), CPU)
+        hashes.append(dataset.extra_hash["raft"])
+        for path in flow_files(flow_dir):
+            path.unlink()
+    assert hashes[0] != hashes[1]
+    for first in (True, False):
+        run = runs.Run(args, "laof", "test", {"train_hash": "a"})
+        run.bind("train_flow_hash", hashes[0])
+        run.close()
+        assert first or json.loads((run.dir / "args.json").read_text())["train_flow_hash"] == hashes[0]
+    run = runs.Run(args, "laof", "test", {"train_hash": "a"})
+    with pytest.raises(UserError, match="was made with another train_flow_hash"):
+        run.bind("train_flow_hash", hashes[1])
+    run.close()
+    with pytest.raises(UserError, match="train_hash"):
+        runs.Run(args, "laof", "test", {"train_hash": "b"})
 
 
 @pytest.mark.parametrize("damage", ["truncated", "stale", "flipped"])
@@ -362,10 +391,13 @@ def test_killed_stopped_and_shared(tmp_path: Path, weights: Path) -> None:
     process = start(made[1], weights)
     wait(1, part=True)
     process.send_signal(signal.SIGTERM)
-    assert "the same command goes on" in process.communicate(timeout=60)[0]
+    assert "the same command goes on" in process.stdout.read()
+    process.wait()
     assert 1 <= len(flow_files(made[1])) < 3 and not list(folder.glob("*.part"))
     both = [start(made[1], weights) for _ in range(2)]
-    assert all(process.communicate(timeout=60)[0] == "" or process.returncode == 0 for process in both)
+    said = [process.stdout.read() for process in both]
+    assert [process.wait() for process in both] == [0, 0]
+    assert all(text.endswith("end\n") and "stopped" not in text for text in said)
     assert digests(made[1]) == digests(made[0]) and not list(folder.glob("*.part"))
 
 

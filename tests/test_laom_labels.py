@@ -82,7 +82,7 @@ def test_schedule() -> None:
         laom_labels.schedule(args, "bc", 0, 300, 100) == 1 and laom_labels.schedule(args, "decoder", 150, 300, 9) == 0.5
     )
     short = [laom_labels.schedule(args, "lam", step, 5, 100) for step in range(5)]  # shorter than the warm-up
-    assert short == pytest.approx([0.01, 0.02, 0.03, 0.04, 0.05])
+    assert short == pytest.approx([1 / 2, 1, 1, 2 / 3, 1 / 3])
 
 
 def test_the_moving_average_has_its_closed_form(planted_dir: Path, tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_where_gradients_go(train_set: Dataset) -> None:
     """Labels shape encoder and action head; the embedding's error does so through z alone; the target gets nothing."""
     module, args, model = build("laom_labels")
     batch = first_batch(args, train_set)
-    loss, z, logs = module.lam_loss(model, batch, args)
+    loss, _, logs = module.lam_loss(model, batch, args)
     assert loss.item() == pytest.approx((logs["embedding"] + args.label_weight * logs["labelled"]).item(), rel=1e-5)
     learned = {"augmentation": False, "encoder": True, "target": False, "action_head": True}
     assert gradients(loss, model) == learned | {"observation_head": True, "true_action": True}
@@ -129,9 +129,6 @@ def test_where_gradients_go(train_set: Dataset) -> None:
         "augmentation": False, "encoder": False, "target": False, "action_head": False, "observation_head": True,
         "true_action": False,
     }  # fmt: skip
-    probe = torch.nn.Linear(args.latent_dim, 6)
-    (probe(z.detach()) - batch.action).square().mean().backward()  # as in `train`; there is no way back into the model
-    assert probe.weight.grad.abs().sum() > 0
 
 
 def test_the_labelled_actions_of_the_first_batch_do_not_matter(train_set: Dataset) -> None:
@@ -146,6 +143,7 @@ def test_the_labelled_actions_of_the_first_batch_do_not_matter(train_set: Datase
 def test_one_pass_equals_separate_ones(train_set: Dataset) -> None:
     """The loss without augmentation, put together by hand from the stacks that its docstring names."""
     module, args, model = build("laom_labels", augment=False)
+    model.target.load_state_dict({name: weight * 1.5 for name, weight in model.target.state_dict().items()})
     batch = first_batch(args, train_set)
     loss, z, _ = module.lam_loss(model, batch, args)
 

@@ -141,7 +141,14 @@ def check_finished(script: str, directory: Path, data_dir: Path) -> None:
     assert {Path(path).name for path in result["pictures"]} == {name for name in files if name.endswith(".png")}
     for name in ("eval/nmse", "eval/nmse_untrained", "eval/return", "eval/normalised_dataset"):
         assert isinstance(result["metrics"][name], float)
-    assert set(result["seconds"]) == {"lam", "labels", "bc", "features", "decoder", "probe", "rollout"}
+    stages = {"lam", "labels", "bc", "features", "decoder", "probe", "rollout"} | (
+        {"flow"} if script == "laof" else set()
+    )
+    assert set(result["seconds"]) == stages
+    if script == "laom_labels":  # the moving average moved, and is not the encoder
+        model = torch.load(directory / "lam.pt", weights_only=True)["model"]
+        pairs = [(value, model[name.replace("target", "encoder")]) for name, value in model.items() if "target" in name]
+        assert pairs and all(0 < (a - b).abs().max() < 0.1 for a, b in pairs)
     assert result["rollout"]["lengths"] == [20, 20, 20] and len(set(result["rollout"]["returns"])) == 3
     assert result["peak_memory_gib"] > 0 and result["parameters"]["lam"] > 0
     assert len(result["dataset"]["train"]["hash"]) == 64 and torch.__version__.startswith(result["versions"]["torch"])

@@ -11,7 +11,7 @@ METHODS = ("lapo.py", "laom_labels.py", "laof.py", "lapo_slots.py", "masklam.py"
 OTHER_SCRIPTS = ("make_dataset.py", "make_masks.py", "make_experts.py", "make_figures.py")
 REGIONS = ["about", "imports", "hyperparameters", "networks", "loss", "stages"]
 # Changed lines that `diff lapo.py <script>` may show.
-BUDGET = {"masklam.py": 120}
+BUDGET = {"laof.py": 220, "laom_labels.py": 240, "masklam.py": 120}
 
 START = re.compile(r"^ *# --- method: (.*) ---$")
 END = re.compile(r"^ *# --- end method ---$")
