@@ -129,11 +129,9 @@ class Args:
 
     def __post_init__(self) -> None:
         if not (
-            0 <= self.target_rate <= 1 and self.lam_warmup_epochs >= 0 and min(self.head_dim, self.max_offset) >= 1
+            0 <= self.target_rate <= 1 and self.lam_warmup_epochs >= 0 and self.head_dim >= 1 and self.max_offset >= 1
         ):
-            raise UserError(
-                "--target-rate is in [0, 1], --lam-warmup-epochs at least 0, --head-dim, --max-offset at least 1"
-            )
+            raise UserError("--target-rate is in [0, 1], --lam-warmup-epochs >= 0, --head-dim and --max-offset >= 1")
 
 
 # What differs from the defaults above on each suite, with --quick, and with --quick on Distracting Meta-World.
@@ -515,19 +513,11 @@ def main(args: Args) -> None:
     untrained = copy.deepcopy(model).eval()  # the control of the probe
     sampler = labelled_sampler(train_set, args, device=device, on_device=on_device)
     updates = updates_for(args.lam_epochs, args.lam_updates, sampler)
-    costs["lam"] = train(
-        run,
-        args,
-        "lam",
-        model,
-        lam_loss,
-        sampler,
-        updates,
-        args.lam_lr,
-        None,
-        probe,
-        lambda model: model.move_target(args.target_rate),
-    )
+
+    def move_target(model: nn.Module) -> None:
+        model.move_target(args.target_rate)
+
+    costs["lam"] = train(run, args, "lam", model, lam_loss, sampler, updates, args.lam_lr, None, probe, move_target)
     sampler.close()
     model.eval()
 
@@ -541,17 +531,15 @@ def main(args: Args) -> None:
         ]
         current, following, _ = observe(batch, args)
         distances = torch.cdist(model.predict(*model.infer(current, following)), torch.cat(candidates))
-        choices = torch.rand(len(shown), 12, device=device)
-        choices[:, 0] = (torch.arange(len(shown), device=device) + 0.5) / 8
-        augmented = model.augmentation(current, choices)
     nearest = test_set.frames(pool[distances.argmin(1).cpu().numpy()] + 1)
     named = {"o(t)": current[:, -3:], "o(t+1)": following[:, -3:], "nearest to\nprediction": nearest}
     mask, title = unpack_masks(batch.masks[:, 3:4], size, size)[:, 0], f"{run.script}, {args.env}: held-out transitions"
     drawn = [pictures.rows(run.dir / "world_model.png", named, mask, title)]
-    named = {"o(t)": current[:, -3:], "augmented": augmented[:, -3:]}
-    drawn.append(
-        pictures.rows(run.dir / "augmentations.png", named, None, f"{run.script}, {args.env}: the eight choices")
-    )
+    if args.augment:
+        noise = torch.rand(len(shown), 12, device=device)
+        noise[:, 0] = (torch.arange(len(shown), device=device) + 0.5) / 8  # the eight choices in turn
+        named = {"o(t)": current[:, -3:], "augmented": model.augmentation(current, noise)[:, -3:]}
+        drawn.append(pictures.rows(run.dir / "augmentations.png", named, None, f"{run.script}, {args.env}"))
     # --- end method ---
 
     # Stage 2: label every transition once, then clone the latent actions from the current frames.
