@@ -339,11 +339,12 @@ def test_help(script: str) -> None:
 
 
 def test_common_flags_are_the_same() -> None:
-    """Every flag of LAPO exists in every method with the same type and meaning."""
+    """Every flag of LAPO but its FDM's exists in every method, with the same type and default, first and in order."""
+    common = [(field.name, field.type, field.default) for field in dataclasses.fields(lapo.Args)][:-1]
+    assert dataclasses.fields(lapo.Args)[-1].name == "fdm_scale" and common[-1][0] == "wandb_project"
     for script in SCRIPTS:
-        fields = {field.name: field.type for field in dataclasses.fields(importlib.import_module(script).Args)}
-        for field in dataclasses.fields(lapo.Args):
-            assert fields[field.name] == field.type
+        fields = dataclasses.fields(importlib.import_module(script).Args)
+        assert [(field.name, field.type, field.default) for field in fields][: len(common)] == common
 
 
 if __name__ == "__main__":  # writes the golden losses anew

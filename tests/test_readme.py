@@ -11,7 +11,8 @@ import tyro
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 COMMANDS = sorted(set(re.findall(r"^python (?:-m )?[^\n`#]+", README, re.M)))
-DEFAULTS = {"make_dataset": "default_args", "lapo": "defaults", "masklam": "defaults"}
+SCRIPTS = ("lapo", "laom_labels", "laof", "masklam")
+DEFAULTS = {"make_dataset": "default_args"} | dict.fromkeys(SCRIPTS, "defaults")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
