@@ -117,9 +117,9 @@ class Args:
     lam_clip: float = 2.0
     """stage 1: largest norm of the gradient"""
     lam_warmup: int = 50
-    """stage 1: updates in which the learning rate rises from 0.1 to 1 of its peak; then it falls to 0.01"""
+    """stage 1: updates, at most half, in which the learning rate rises from 0.1 of its peak; then it falls to 0.01"""
     policy_warmup: int = 1000
-    """stages 2 and 3: updates in which the learning rate rises from 0.01 to 1 of its peak; then it falls to 0"""
+    """stages 2 and 3: updates, at most half, in which the rate rises from 0.01 of its peak; then it falls to 0"""
     world_model_width: int = 24
     """base width of the world model and the flow decoder"""
     mask_source: str = "gt"
@@ -127,7 +127,7 @@ class Args:
     raft: Literal["large", "small"] = "large"
     """which RAFT computes the flow"""
     raft_checkpoint: Path | None = None
-    """RAFT's weights, under torchvision's names or those of RAFT's authors; None: torchvision downloads its own"""
+    """RAFT's weights, under torchvision's or its authors' names; None: the flow that is there, or torchvision's"""
     raft_iterations: int = 12
     """RAFT's updates of the flow"""
     flow_scale: float = 0.01
@@ -153,9 +153,9 @@ QUICK_DMW = {"lam_updates": 240, "policy_updates": 200, "eval_steps": 250}
 def schedule(args: Args, stage: str, step: int, updates: int, epoch: int) -> float:
     """Learning rate of an update, relative to its peak: LAPO's piecewise-linear ones. `epoch`: updates in one pass."""
     warmup, start, end = (args.lam_warmup, 0.1, 0.01) if stage == "lam" else (args.policy_warmup, 0.01, 0.0)
-    if step < warmup:
+    if step < (warmup := min(warmup, updates // 2)):
         return start + (1 - start) * step / warmup
-    return 1 + (end - 1) * (step - warmup) / max(updates - warmup, 1)
+    return 1 + (end - 1) * (step - warmup) / (updates - warmup)
 
 
 # --- end method ---
@@ -535,7 +535,7 @@ def main(args: Args) -> None:
 
     # --- method: stages ---
     costs["flow"] = {"seconds": sum(attach_flow(split, args, device) for split in (train_set, test_set))}
-    run.bind("flow_hash", train_set.extra_hash["raft"] + test_set.extra_hash["raft"])
+    run.bind("raft_weights_hash", train_set.extra_settings["raft"]["weights"])
     model = LatentActionModel(args, size).apply(orthogonal_init).to(device, memory_format=torch.channels_last)
     untrained = copy.deepcopy(model).eval()  # the control of the probe
     options = {"max_offset": 1, "masks": True, "extra": "raft", "device": device}

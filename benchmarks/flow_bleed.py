@@ -2,10 +2,10 @@
 
     python -m benchmarks.flow_bleed --env cheetah-run --raft small --raft-checkpoint raft_small.pth
 
-Both renders of a data set show the same states, so with `make_dataset.py --camera-scale 0` (as --quick has it) the flow
-inside the mask should be the same in both. Reported are the speeds inside the mask, the distance between the two flows,
-and over transitions the correlation of the mean flow inside the mask with that in a ring around it, and with the clean
-one.
+Both renders of a data set show the same states, so where only the background differs, as with `make_dataset.py
+--quick`, the flow inside the mask should be the same in both. Reported are the speeds inside the mask, the distance
+between the two flows, and over transitions the correlation of the mean flow inside the mask with that in a ring around
+it and with that of the rest of the picture (for both renders), and with the clean one.
 """
 
 import shlex
@@ -25,7 +25,7 @@ from common.errors import UserError
 from common.raft import load_raft
 from common.shards import RENDERS
 
-RING = (1, 5)  # pixels from the mask to the inner and the outer edge of the ring
+RING, FAR = (1, 5), 12  # pixels from the mask to the edges of the ring, and to the rest of the picture
 BATCH = 8
 
 
@@ -50,15 +50,18 @@ class Args:
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> list[float]:
-    """Of mean flows (N, 2) over transitions, for x and y."""
-    return [float(np.corrcoef(a[:, axis], b[:, axis])[0, 1]) for axis in (0, 1)]
+    """Of mean flows (N, 2) over transitions, for x and y; 0 where one of them never changes."""
+    with np.errstate(invalid="ignore"):
+        return [float(np.nan_to_num(np.corrcoef(a[:, axis], b[:, axis])[0, 1])) for axis in (0, 1)]
 
 
 def measure(flow: dict[str, np.ndarray], masks: np.ndarray) -> dict[str, Any]:
     """The figures, from both renders' flow (N, H, W, 2) in pixels and the next frame's masks, bool (N, H, W)."""
-    inner, outer = (np.stack([ndimage.binary_dilation(mask, iterations=width) for mask in masks]) for width in RING)
-    rings = outer & ~inner
-    seen = masks.any((1, 2)) & rings.any((1, 2))
+    inner, outer, near = (
+        np.stack([ndimage.binary_dilation(mask, iterations=width) for mask in masks]) for width in (*RING, FAR)
+    )
+    rings, far = outer & ~inner, ~near
+    seen = masks.any((1, 2)) & rings.any((1, 2)) & far.any((1, 2))
     if seen.sum() < 3:
         raise UserError("too few transitions show the agent; take more --transitions")
 
@@ -67,14 +70,19 @@ def measure(flow: dict[str, np.ndarray], masks: np.ndarray) -> dict[str, Any]:
 
     speed = {render: np.linalg.norm(field, axis=-1)[masks] for render, field in flow.items()}
     distance = np.linalg.norm(flow["distractor"] - flow["clean"], axis=-1)[masks]
-    inside = mean(flow["distractor"], masks)
-    return {
+    inside = {render: mean(field, masks) for render, field in flow.items()}
+    around = {
+        f"correlation_with_{name}": {
+            render: correlation(inside[render], mean(flow[render], where)) for render in RENDERS
+        }
+        for name, where in (("ring", rings), ("far", far))
+    }
+    return around | {
         "median_speed_inside": {render: float(np.median(values)) for render, values in speed.items()},
         "mean_speed_inside": {render: float(values.mean()) for render, values in speed.items()},
         "median_distance_to_clean": float(np.median(distance)),
         "mean_distance_to_clean": float(distance.mean()),
-        "correlation_with_ring": correlation(inside, mean(flow["distractor"], rings)),
-        "correlation_with_clean": correlation(inside, mean(flow["clean"], masks)),
+        "correlation_with_clean": correlation(inside["distractor"], inside["clean"]),
     }
 
 
@@ -83,6 +91,11 @@ def main(args: Args) -> None:
     runs.check_at_least(args, 1, "raft_iterations")
     device = runs.choose_device("auto")
     sets = {render: Dataset(args.data_dir, args.env, args.split, render) for render in RENDERS}
+    if any(sets["clean"].plan["distractors"].get(name) for name in ("camera_scale", "color_scale")):
+        raise UserError(
+            f"{sets['clean'].folder}: camera or colours move too, so the renders cannot be compared; make data with "
+            f"backgrounds only: python make_dataset.py --env {args.env} --quick --data-dir DIR"
+        )
     raft, weights = load_raft(args.raft, args.raft_checkpoint, device)
     dataset = sets["clean"]
     index = dataset.transitions[:: max(1, dataset.num_transitions // args.transitions)][: args.transitions]

@@ -117,6 +117,8 @@ def attach_per_frame(
     known, function = dict(settings), None
     found: dict[int, Sidecar] = {}
     damaged: set[Path] = set()
+    folders = sorted(path for path in dataset.folder.parent.iterdir() if path.is_dir())  # of all splits
+    removal = f"rm {' '.join(f'{shlex.quote(str(folder))}/*.{suffix}.h5' for folder in folders)}"
 
     def look(shard: Shard) -> Sidecar | None:
         """The file of a shard, if it has what is wanted or at least fits it."""
@@ -133,8 +135,8 @@ def attach_per_frame(
         different = plan_differences({key: sidecar.settings.get(key) for key in known}, known)
         if different:
             raise UserError(
-                f"{path}: made with other settings ({', '.join(different)}); use those, or remove the files, of both "
-                f"renders, to compute them again: rm {shlex.quote(str(dataset.folder))}/*.{suffix}.h5"
+                f"{path}: made with other settings ({', '.join(different)}); use those, or compute everything again "
+                f"after: {removal} (this also removes what the other render has)"
             )
         return sidecar
 
@@ -150,6 +152,7 @@ def attach_per_frame(
     todo = scan()
     progress: runs.Progress | None = None
     waited: list[int] = []
+    made: set[int] = set()
 
     def compute(shard: Shard) -> np.ndarray:
         frames, rows = shard.array(f"{dataset.render}/observation"), None
@@ -159,12 +162,16 @@ def attach_per_frame(
             out = function(both[:-1], both[1:]).cpu().numpy()
             rows = np.zeros((shard.frames, *out.shape[1:]), out.dtype) if rows is None else rows
             rows[first : first + len(out)] = out
-            progress.update(len(out))
+            progress.update(len(out) + (first + batch >= shard.frames - 1))  # the last frame has no pair
             if runs.stop_requested():
                 raise runs.Stopped(
                     f"the complete files in {dataset.folder} stay; the same command goes on with the next one"
                 )
         rows[shard.episode_start[1:] - 1] = 0
+        if not np.isfinite(rows).all():
+            raise UserError(
+                f"{shard.path}: what is computed from it is not finite; the weights may be damaged ({settings})"
+            )
         return rows
 
     while todo:
@@ -176,7 +183,7 @@ def attach_per_frame(
                 differences = ", ".join(plan_differences(known, settings))
                 raise UserError(
                     f"{dataset.folder}: has {suffix} files made with other settings ({differences}); use those, or "
-                    f"remove them, of both renders: rm {shlex.quote(str(dataset.folder))}/*.{suffix}.h5"
+                    f"compute everything again after: {removal} (this also removes what the other render has)"
                 )
             done = sum(dataset.shards[number].frames for number in found)
             progress = runs.Progress(f"{suffix} {dataset.env} {dataset.split}", dataset.num_frames, "frames", done=done)
@@ -192,9 +199,12 @@ def attach_per_frame(
                     arrays[name] = compute(writer.shard)
                     hashes = {f"{key}_hash": sidecar_hash({key: array}) for key, array in arrays.items()}
                     writer.write(arrays, settings=json.dumps(settings, sort_keys=True), **hashes)
+                    made.add(number)
             except ShardTaken:
                 continue
+        others = [number for number in todo if number not in made]
         todo = scan()
+        progress.update(sum(dataset.shards[number].frames for number in others if number in found))
         if todo:  # another process is at them; it may be killed
             if runs.stop_requested():
                 raise runs.Stopped("another process is computing the rest; the same command goes on")
@@ -206,5 +216,8 @@ def attach_per_frame(
         progress.close()
     hashes = "".join(str(found[number].attributes[f"{name}_hash"]) for number in sorted(found))
     arrays = [found[number].array(name) for number in sorted(found)]
-    dataset.attach(suffix, arrays, hashlib.sha256(hashes.encode()).hexdigest())
+    settings = found[min(found)].settings
+    dataset.attach(suffix, arrays, hashlib.sha256(hashes.encode()).hexdigest(), settings)
+    about = ", ".join(f"{key} {str(value)[:8]}" for key, value in settings.items())
+    print(f"{suffix} of {dataset.folder}, {dataset.render}: {about}", flush=True)
     return time.monotonic() - start

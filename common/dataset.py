@@ -79,6 +79,7 @@ class Dataset:
         self._masks = None if mask_source is None else self._open_masks(mask_source)
         self._extra: dict[str, list[np.ndarray]] = {}
         self.extra_hash: dict[str, str] = {}
+        self.extra_settings: dict[str, dict[str, Any]] = {}
         self._resident: dict[tuple[str, torch.device], torch.Tensor] = {}
 
     # --- opening and checking
@@ -272,7 +273,9 @@ class Dataset:
             "render": self.render,
             "mask_source": self.mask_source,
             "mask_hash": self.mask_hash,
-            "extra_hash": self.extra_hash,
+            "extra": {
+                name: settings | {"hash": self.extra_hash[name]} for name, settings in self.extra_settings.items()
+            },
             "plan": self.plan,
         }
 
@@ -306,15 +309,16 @@ class Dataset:
             raise ValueError("this Dataset was opened with mask_source=None")
         return self._gather(self._masks, index, out)
 
-    def attach(self, name: str, parts: list[np.ndarray], digest: str) -> None:
+    def attach(self, name: str, parts: list[np.ndarray], digest: str, settings: dict[str, Any] | None = None) -> None:
         """Add something computed per frame, which batches then may carry (`extra`): an array (T, ...) per shard.
 
-        digest: hash of the content, for the result. Raises ValueError for arrays that do not fit the shards.
+        digest, settings: hash of the content and how it came about, for the result. Raises ValueError for arrays that
+        do not fit the shards.
         """
         kinds = {(part.dtype, part.shape[1:]) for part in parts}
         if len(kinds) != 1 or [len(part) for part in parts] != [shard.frames for shard in self.shards]:
             raise ValueError(f"{name}: needs one array per shard, a row per frame, all of one kind")
-        self._extra[name], self.extra_hash[name] = parts, digest
+        self._extra[name], self.extra_hash[name], self.extra_settings[name] = parts, digest, settings or {}
 
     def extra_kind(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         """The dtype and the shape of a row of what was attached under a name."""
@@ -621,12 +625,15 @@ class LabelledBatch(NamedTuple):
 
 
 class LabelledSampler:
-    """Two samplers as one: `sampler` decides what an epoch is and is named in errors."""
+    """Two samplers as one: `sampler` decides what an epoch is."""
 
     def __init__(self, sampler: Sampler, labelled: Sampler) -> None:
         self.sampler, self.labelled = sampler, labelled
         self.batch_size, self.batches_per_epoch = sampler.batch_size, sampler.batches_per_epoch
-        self.episodes = sampler.episodes
+
+    def episodes(self, position: int) -> list[int]:
+        """The episodes that both batches at a position are drawn from."""
+        return sorted({*self.sampler.episodes(position), *self.labelled.episodes(position)})
 
     def next(self) -> LabelledBatch:
         batch = self.sampler.next()

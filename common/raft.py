@@ -95,7 +95,7 @@ def load_raft(size: Literal["large", "small"], checkpoint: Path | None, device: 
 
 def _read(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
-        raise UserError(f"--raft-checkpoint {path}: no such file")
+        raise UserError(f"--raft-checkpoint {path}: no such file (where the flow is complete, leave the flag out)")
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError, zipfile.BadZipFile) as error:

@@ -337,8 +337,8 @@ class Run:
         known = json.loads((self.dir / "args.json").read_text())
         if known.setdefault(name, value) != value:
             raise UserError(
-                f"{self.dir} was made with another {name}: {known[name]!r} there, {value!r} now; bring that data back, "
-                "or train under another --variant"
+                f"{self.dir} was made with another {name}: {known[name]!r} there, {value!r} now; use that one, or "
+                "train under another --variant"
             )
         write_json(self.dir / "args.json", known)
 
@@ -452,10 +452,12 @@ class Run:
 
     def not_finite(self, stage: str, update: int, episodes: list[int], saved: int) -> UserError:
         """The error of a loss or weights that are not finite; saved: update of the newest checkpoint, 0 without one."""
+        flag = {"lam": "--lam-lr", "bc": "--policy-lr", "decoder": "--decoder-lr"}.get(stage, "learning rate")
         good = f"at update {saved} in {self.dir / 'checkpoints'}" if saved else "the stage's start"
         return UserError(
             f"{stage}: loss or weights are not finite at update {update}, episodes {episodes}. The last good "
-            f"checkpoint is {good}; a lower learning rate may help, or make_dataset.py --verify if the data is damaged."
+            f"checkpoint is {good}; a lower {flag} may help, which starts a new run, or make_dataset.py --verify if "
+            "the data is damaged."
         )
 
     def write_result(self, metrics: dict[str, float | None], **about: Any) -> None:

@@ -507,25 +507,30 @@ def read_shard(path: Path) -> Shard:
 
 @dataclass
 class Sidecar:
-    """What the header of a file derived from a shard says, checked. `settings`: how its content came about."""
+    """What the header of a file derived from a shard says, checked. `settings`: how its content came about.
+
+    The file is mapped together with its header: another process may replace it by one with further datasets, in which
+    everything lies elsewhere.
+    """
 
     path: Path
     settings: dict[str, Any]
     attributes: dict[str, Any]
     datasets: dict[str, tuple[np.dtype, tuple[int, ...], int]]  # name -> dtype, shape, offset
+    buffer: mmap.mmap
 
     def array(self, name: str) -> np.ndarray:
         """A read-only memory map of one of its datasets."""
-        with open(self.path, "rb") as handle:
-            buffer = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
         dtype, shape, offset = self.datasets[name]
-        return map_array(buffer, dtype, shape, offset)
+        return map_array(self.buffer, dtype, shape, offset)
 
 
 def read_sidecar(path: Path, shard: Shard) -> Sidecar:
     """Read and check the header of a derived file. DamagedShard if it is partial, unreadable or of another shard."""
     try:
-        with h5py.File(path, "r", locking=False) as file:
+        with open(path, "rb") as handle, h5py.File(path, "r", locking=False) as file:
+            if not os.path.samestat(os.fstat(handle.fileno()), os.stat(path)):
+                return read_sidecar(path, shard)  # replaced in between: handle and file may differ
             attrs = dict(file.attrs)
             if not bool(attrs.get("complete", False)):
                 raise DamagedShard(f"{path}: not complete")
@@ -539,6 +544,7 @@ def read_sidecar(path: Path, shard: Shard) -> Sidecar:
                 settings=json.loads(attrs.get("settings", "{}")),
                 attributes=attrs,
                 datasets={name: (*kind, locate(file, path, name, *kind)) for name, kind in kinds.items()},
+                buffer=mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ),
             )
     except FileNotFoundError:
         raise DamagedShard(f"{path}: no such file") from None

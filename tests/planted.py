@@ -60,10 +60,13 @@ def write(
     success: tuple[bool, ...] | None = None,
     shards: int = 1,
     lengths: tuple[int, ...] | None = None,
+    scale: float = 0.1,
 ) -> Path:
     """Writes both splits of a planted set (episodes of `length` transitions) and returns `data_dir`.
 
     `shards`: of each split, episodes dealt evenly. `lengths`: of a split's episodes in turn, instead of `length`.
+
+    `scale`: what the plan says of camera and colour distractors.
 
     `success`: for Meta-World, whether each of the train episodes succeeds at its end; those of the test split do.
     """
@@ -88,8 +91,8 @@ def write(
                 "clips": clips_digest(
                     DistractorConfig(backgrounds="synthetic", num_videos=1), get_task(env), split, size
                 ),
-                "camera_scale": 0.1,
-                "color_scale": 0.1,
+                "camera_scale": scale,
+                "color_scale": scale,
             },
         }
         folder = data_dir / env / split

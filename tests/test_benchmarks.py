@@ -279,25 +279,29 @@ def test_mobile_sam_says_how_to_install_its_package(tmp_path):
 def test_flow_bleed_tells_the_background_from_the_agent():
     """Flow inside the mask that is the background's, or the agent's own."""
     rng = np.random.default_rng(0)
-    masks = np.zeros((20, 32, 32), bool)
+    masks = np.zeros((20, 64, 64), bool)
     masks[:, 10:20, 12:22] = True
-    background, agent = (rng.normal(size=(20, 1, 1, 2)) * np.ones((20, 32, 32, 2)) for _ in range(2))
+    background, agent = (rng.normal(size=(20, 1, 1, 2)) * np.ones((20, 64, 64, 2)) for _ in range(2))
     clean = np.where(masks[..., None], agent, 0)
     bled = flow_bleed.measure({"clean": clean, "distractor": background}, masks)
-    assert bled["correlation_with_ring"] == pytest.approx([1, 1]) and max(bled["correlation_with_clean"]) < 0.7
+    assert bled["correlation_with_ring"]["distractor"] == pytest.approx([1, 1])
+    assert bled["correlation_with_far"]["distractor"] == pytest.approx([1, 1])
+    assert bled["correlation_with_far"]["clean"] == [0, 0] and max(bled["correlation_with_clean"]) < 0.7
     own = flow_bleed.measure({"clean": clean, "distractor": np.where(masks[..., None], agent, background)}, masks)
     assert own["correlation_with_clean"] == pytest.approx([1, 1]) and own["median_distance_to_clean"] == 0
+    assert max(own["correlation_with_far"]["distractor"]) < 0.7
     assert own["median_speed_inside"]["clean"] == own["median_speed_inside"]["distractor"] > 0
 
 
 def test_flow_bleed_runs(tmp_path):
-    planted.write(tmp_path / "data", train=1, test=2)
+    planted.write(tmp_path / "data", train=1, test=2, size=64, scale=0.0)
     weights, out = methods.raft_checkpoint(tmp_path), tmp_path / "bleed.json"
     flags = ["--data-dir", str(tmp_path / "data"), "--raft", "small", "--raft-checkpoint", str(weights)]
     done = python("benchmarks.flow_bleed", *flags, "--raft-iterations", "1", "--transitions", "5", "--out", str(out))
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
     check_about(result, "benchmarks.flow_bleed")
-    assert (
-        result["transitions"] == 5 and result["mean_distance_to_clean"] == 0
-    )  # both renders of a planted set are alike
+    assert result["transitions"] == 5 and result["mean_distance_to_clean"] == 0  # a planted set's renders are alike
+    planted.write(tmp_path / "moving", train=1, test=2)
+    done = python("benchmarks.flow_bleed", "--data-dir", str(tmp_path / "moving"))
+    assert done.returncode == 1 and "camera or colours move too" in done.stderr and "Traceback" not in done.stderr
