@@ -196,7 +196,7 @@ def write_masks(
         made = 0
         for render in RENDERS:
             if old is not None and render in old.renders and (keep or render not in job.renders):
-                masks = old.array(render).copy()
+                masks = old.masks[render].copy()
             elif render in job.renders:
                 masks = segment(job, shard, render, first)
                 made += len(masks)
@@ -491,7 +491,7 @@ def report(args: Args, job: Job) -> None:
                 zoom,
                 pictures.TRUTH,
             )
-            masks = unpack(files[number].array(render)[index], size).repeat(zoom, 1).repeat(zoom, 2)
+            masks = unpack(files[number].masks[render][index], size).repeat(zoom, 1).repeat(zoom, 2)
             label = f"{render}, {what}\nepisode {episode}\nmIoU {iou[episode]:.3f}"
             rows[label] = pictures.outline(images, masks, 1)
     base = dataset.folder.parent / f"{dataset.split}.{args.name}"

@@ -180,7 +180,7 @@ class Dataset:
             if self.render not in found.renders:
                 raise UserError(f"{path}: holds no {self.render}/mask; add it with: {command} --render {self.render}")
             digest.update(found.mask_hash[self.render].encode())
-            masks.append(found.array(self.render))
+            masks.append(found.masks[self.render])
         if absent:
             raise UserError(
                 f"{absent[0]}: masks '{source}' are missing for {len(absent)} of {len(files)} shards; finish them "

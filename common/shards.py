@@ -563,44 +563,33 @@ class MaskFile:
     mask_hash: dict[str, str]  # render -> hash of its masks alone
     iou: dict[str, np.ndarray]  # render -> float64 (N,): mean IoU with the simulator's masks, by episode
     empty: dict[str, np.ndarray]  # render -> int64 (N,): frames without a mask, by episode
-    shape: tuple[int, int]
-    offset: dict[str, int]
-
-    def array(self, render: str) -> np.ndarray:
-        """A read-only memory map of a render's bit-packed masks, uint8 (T, H W / 8)."""
-        with open(self.path, "rb") as handle:
-            buffer = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
-        return map_array(buffer, np.uint8, self.shape, self.offset[render])
+    masks: dict[str, np.ndarray]  # render -> bit-packed masks, uint8 (T, H W / 8), a read-only memory map
 
 
 def read_mask_file(path: Path, shard: Shard) -> MaskFile:
     """Read and check the header of a mask file. DamagedShard if it is partial, unreadable or of another shard."""
-    shape = (shard.frames, shard.plan["image_size"] ** 2 // 8)
-    try:
-        with h5py.File(path, "r", locking=False) as file:
-            attrs = dict(file.attrs)
-            if not bool(attrs.get("complete", False)):
-                raise DamagedShard(f"{path}: not complete")
-            if str(attrs.get("shard_hash", "")) != shard.content_hash:
-                raise DamagedShard(f"{path}: made from another version of {shard.path.name}")
-            renders = tuple(render for render in RENDERS if f"{render}/mask" in file)
-            return MaskFile(
-                path=path,
-                renders=renders,
-                settings=json.loads(attrs.get("settings", "{}")),
-                command=str(attrs.get("command", "")),
-                mask_hash={
-                    render: str(attrs.get(f"{render}_hash", attrs.get("content_hash", ""))) for render in renders
-                },
-                iou={render: file[f"{render}/iou"][:] for render in renders if f"{render}/iou" in file},
-                empty={render: file[f"{render}/empty"][:] for render in renders if f"{render}/empty" in file},
-                shape=shape,
-                offset={render: locate(file, path, f"{render}/mask", np.uint8, shape) for render in renders},
-            )
-    except FileNotFoundError:
-        raise DamagedShard(f"{path}: no such file") from None
-    except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
-        raise DamagedShard(f"{path}: not a readable mask file ({error})") from error
+    file = read_sidecar(path, shard)
+    renders = tuple(render for render in RENDERS if f"{render}/mask" in file.datasets)
+    expected = np.dtype(np.uint8), (shard.frames, shard.plan["image_size"] ** 2 // 8)
+    for render in renders:
+        dtype, shape, _ = file.datasets[f"{render}/mask"]
+        if (dtype, shape) != expected:
+            raise DamagedShard(f"{path}: {render}/mask is {dtype} {shape}, expected {expected[0]} {expected[1]}")
+
+    def named(name: str) -> dict[str, np.ndarray]:
+        return {render: file.array(f"{render}/{name}") for render in renders if f"{render}/{name}" in file.datasets}
+
+    whole = file.attributes.get("content_hash", "")
+    return MaskFile(
+        path=path,
+        renders=renders,
+        settings=file.settings,
+        command=str(file.attributes.get("command", "")),
+        mask_hash={render: str(file.attributes.get(f"{render}_hash", whole)) for render in renders},
+        iou=named("iou"),
+        empty=named("empty"),
+        masks=named("mask"),
+    )
 
 
 def sidecar_command(paths: list[Path]) -> str:

@@ -28,11 +28,6 @@ ROOT = Path(__file__).parents[1]
 REAL_RAFT = ROOT / "../shared/weights/raft_small.pth"
 
 
-@pytest.fixture(scope="module")
-def planted_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return planted.write(tmp_path_factory.mktemp("planted"))
-
-
 @pytest.fixture
 def flow_dir(tmp_path: Path) -> Path:
     """A small set of its own, in three shards, beside which flow is written."""

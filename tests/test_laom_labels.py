@@ -3,23 +3,12 @@
 from pathlib import Path
 
 import numpy as np
-import planted
 import pytest
 import torch
 from methods import CPU, build, lam_sampler, lam_training
 
 import laom_labels
 from common.dataset import Dataset, LabelledBatch, sequential
-
-
-@pytest.fixture(scope="module")
-def planted_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return planted.write(tmp_path_factory.mktemp("planted"))
-
-
-@pytest.fixture(scope="module")
-def train_set(planted_dir: Path) -> Dataset:
-    return Dataset(planted_dir, "cheetah-run", "train")
 
 
 def first_batch(args, dataset: Dataset) -> LabelledBatch:

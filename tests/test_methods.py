@@ -22,16 +22,6 @@ from common.dataset import Batch, Dataset, Sampler, sequential, unpack_masks
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def planted_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return planted.write(tmp_path_factory.mktemp("planted"))
-
-
-@pytest.fixture(scope="module")
-def train_set(planted_dir: Path) -> Dataset:
-    return Dataset(planted_dir, "cheetah-run", "train")
-
-
 def first_batch(dataset: Dataset, max_offset: int, size: int = 16) -> Batch:
     sampler = Sampler(dataset, size, max_offset=max_offset, seed=1, device=CPU, masks=True)
     batch = sampler.next()
