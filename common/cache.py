@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from common import runs
 from common.dataset import Batch, Dataset, sequential
 from common.errors import UserError
 from common.shards import (
+    COPY_CHUNK,
     DamagedShard,
     Shard,
     ShardTaken,
@@ -26,7 +28,6 @@ from common.shards import (
     SidecarWriter,
     plan_differences,
     read_sidecar,
-    sidecar_hash,
     sidecar_path,
 )
 
@@ -44,39 +45,62 @@ def cached(
 
     Also returns the seconds that it took. A killed computation goes on where it was saved last.
     """
+
+    def parts(start: int) -> Iterator[Tensor]:
+        for batch in sequential(dataset, batch_size, device=device, start=start, **windows):
+            with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                yield function(batch)
+
+    rows = len(windows["indices"])
+    return cached_parts(run, name, rows, -(-rows // batch_size), parts)
+
+
+def cached_parts(
+    run: runs.Run,
+    name: str,
+    rows: int,
+    count: int,
+    parts: Callable[[int], Iterator[Tensor]],
+    unit: str = "transitions",
+    dtype: Any = np.float32,
+) -> tuple[Tensor, float]:
+    """Rows that come in `count` parts, computed once: (rows, ...), mapped from a file, and the seconds that it took.
+
+    parts: called with the number of the first part that is wanted, gives that one (n, ...) and those after it. A killed
+    computation goes on where it was saved last.
+    """
     path, part, progress_path = (run.dir / f"{name}{suffix}" for suffix in (".npy", ".npy.part", ".progress.json"))
     start, earlier = time.monotonic(), 0.0
-    saved = json.loads(progress_path.read_text()) if progress_path.exists() else {"batches": 0, "seconds": 0.0}
+    saved = json.loads(progress_path.read_text()) if progress_path.exists() else {}
     if path.exists():
         run.passed.add(name)
         return torch.from_numpy(np.load(path, mmap_mode="c")), saved["seconds"]
-    rows = len(windows["indices"])
-    first = 0
-    if part.exists():
-        first, earlier = saved["batches"], saved["seconds"]
+    first = done = 0
+    if part.exists() and "rows" in saved:
+        first, done, earlier = saved["parts"], saved["rows"], saved["seconds"]
     values: np.ndarray | None = np.load(part, mmap_mode="r+") if first else None
-    batches = -(-rows // batch_size)
-    progress = runs.Progress(f"{run.script} {name}", rows, "transitions", done=first * batch_size)
+    progress = runs.Progress(f"{run.script} {name}", rows, unit, done=done)
     last_saved = time.monotonic()
-    for number, batch in enumerate(sequential(dataset, batch_size, device=device, start=first, **windows), first):
-        with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            out = function(batch).float().cpu().numpy()
+    for number, out in enumerate(parts(first), first):
+        out = out.cpu().float().numpy().astype(dtype, copy=False)
         if values is None:
-            values = np.lib.format.open_memmap(part, "w+", np.float32, (rows, out.shape[1]))
+            values = np.lib.format.open_memmap(part, "w+", dtype, (rows, *out.shape[1:]))
             with open(part, "r+b") as file:  # reserve the space now: a full disk under a memory map kills the process
                 os.posix_fallocate(file.fileno(), 0, part.stat().st_size)
-        values[number * batch_size : number * batch_size + len(out)] = out
+        values[done : done + len(out)] = out
+        done += len(out)
         progress.update(len(out))
         if runs.stop_requested() or time.monotonic() - last_saved > 60:
             values.flush()
-            runs.write_json(progress_path, {"batches": number + 1, "seconds": earlier + time.monotonic() - start})
+            state = {"parts": number + 1, "rows": done, "seconds": earlier + time.monotonic() - start}
+            runs.write_json(progress_path, state)
             last_saved = time.monotonic()
-            if runs.stop_requested() and number + 1 < batches:
-                raise runs.Stopped(f"{name} at batch {number + 1} of {batches}; the same command goes on")
+            if runs.stop_requested() and number + 1 < count:
+                raise runs.Stopped(f"{name} at part {number + 1} of {count}; the same command goes on")
     progress.close()
     values.flush()
     seconds = earlier + time.monotonic() - start
-    runs.write_json(progress_path, {"batches": batches, "seconds": seconds})
+    runs.write_json(progress_path, {"parts": count, "rows": rows, "seconds": seconds})
     runs.publish(part, path)
     run.passed.add(name)
     return torch.from_numpy(np.load(path, mmap_mode="c")), seconds
@@ -88,7 +112,7 @@ def remove_cached(run: runs.Run) -> None:
         path.unlink()
 
 
-PerFrame = Callable[[Tensor, Tensor], Tensor]
+PerFrame = Callable[..., Tensor]
 
 
 def attach_per_frame(
@@ -98,6 +122,8 @@ def attach_per_frame(
     settings: dict[str, Any],
     prepare: Callable[[], tuple[PerFrame, dict[str, Any]]],
     device: torch.device,
+    pairs: bool = True,
+    offsets: tuple[int, ...] | None = None,
 ) -> float:
     """Attach to `dataset`, as `suffix`, what is computed once per frame: array <render>/<name> of <shard>.<suffix>.h5.
 
@@ -106,9 +132,11 @@ def attach_per_frame(
     Args:
         dataset: its shards are what the files belong to; a file of another version of its shard is written again.
         settings: what decides the content, known beforehand; files made with others are refused.
-        prepare: called if something is missing. Gives the function from frames and the frames that follow them, both
-            uint8 (B, H, W, 3) on `device`, to rows (B, ...), and further settings (of weights that it had to load).
-            The last frame of an episode, which nothing follows, gets zeros.
+        prepare: called if something is missing. Gives the function from frames, uint8 (B, H, W, 3) on `device`, to
+            rows (B, ...), and further settings (of weights that it had to load).
+        pairs: the function also gets the frames that follow; the last frame of an episode, which nothing follows,
+            gets zeros.
+        offsets: for `Dataset.attach`.
 
     Returns the seconds that this process took. Raises UserError for other settings or a full disk, and Stopped at a
     signal; files that are complete stay.
@@ -154,25 +182,33 @@ def attach_per_frame(
     waited: list[int] = []
     made: set[int] = set()
 
-    def compute(shard: Shard) -> np.ndarray:
-        frames, rows = shard.array(f"{dataset.render}/observation"), None
+    def compute(shard: Shard) -> Iterator[tuple[str, int, np.ndarray]]:
+        frames, ends = shard.array(f"{dataset.render}/observation"), shard.episode_start[1:] - 1
         batch = 64 if device.type == "cuda" else 8
-        for first in range(0, shard.frames - 1, batch):
-            both = torch.tensor(frames[first : first + batch + 1], device=device)
-            out = function(both[:-1], both[1:]).cpu().numpy()
-            rows = np.zeros((shard.frames, *out.shape[1:]), out.dtype) if rows is None else rows
-            rows[first : first + len(out)] = out
-            progress.update(len(out) + (first + batch >= shard.frames - 1))  # the last frame has no pair
+        for first in range(0, shard.frames, batch):
+            index = np.arange(first, min(first + batch, shard.frames))
+            shown = [torch.from_numpy(frames[index]).to(device)]
+            if pairs:
+                shown.append(torch.from_numpy(frames[np.minimum(index + 1, shard.frames - 1)]).to(device))
+            rows = function(*shown).cpu().numpy()
+            if pairs:
+                rows[np.isin(index, ends)] = 0
+            if not np.isfinite(rows).all():
+                raise UserError(
+                    f"{shard.path}: what is computed from it is not finite; the weights may be damaged ({settings})"
+                )
+            progress.update(len(rows))
+            yield name, first, rows
             if runs.stop_requested():
                 raise runs.Stopped(
                     f"the complete files in {dataset.folder} stay; the same command goes on with the next one"
                 )
-        rows[shard.episode_start[1:] - 1] = 0
-        if not np.isfinite(rows).all():
-            raise UserError(
-                f"{shard.path}: what is computed from it is not finite; the weights may be damaged ({settings})"
-            )
-        return rows
+
+    def copy(old: Sidecar) -> Iterator[tuple[str, int, np.ndarray]]:
+        for key in old.datasets:
+            rows = old.array(key)
+            for first in range(0, len(rows), COPY_CHUNK):
+                yield key, first, rows[first : first + COPY_CHUNK]
 
     while todo:
         if function is None:
@@ -195,10 +231,13 @@ def attach_per_frame(
                     old = look(writer.shard)
                     if old is not None and name in old.datasets:  # another process was faster
                         continue
-                    arrays = {key: np.array(old.array(key)) for key in old.datasets} if old is not None else {}
-                    arrays[name] = compute(writer.shard)
-                    hashes = {f"{key}_hash": sidecar_hash({key: array}) for key, array in arrays.items()}
-                    writer.write(arrays, settings=json.dumps(settings, sort_keys=True), **hashes)
+                    schema = {key: kind[:2] for key, kind in old.datasets.items()} if old is not None else {}
+                    kept = copy(old) if old is not None else iter(())
+                    pieces = compute(writer.shard)
+                    first = next(pieces)  # tells the kind of a row
+                    schema[name] = first[2].dtype, (writer.shard.frames, *first[2].shape[1:])
+                    described = json.dumps(settings, sort_keys=True)
+                    writer.stream(schema, itertools.chain(kept, [first], pieces), hash_each=True, settings=described)
                     made.add(number)
             except ShardTaken:
                 continue
@@ -217,7 +256,7 @@ def attach_per_frame(
     hashes = "".join(str(found[number].attributes[f"{name}_hash"]) for number in sorted(found))
     arrays = [found[number].array(name) for number in sorted(found)]
     settings = found[min(found)].settings
-    dataset.attach(suffix, arrays, hashlib.sha256(hashes.encode()).hexdigest(), settings)
+    dataset.attach(suffix, arrays, hashlib.sha256(hashes.encode()).hexdigest(), settings, offsets)
     about = ", ".join(f"{key} {str(value)[:8]}" for key, value in settings.items())
     print(f"{suffix} of {dataset.folder}, {dataset.render}: {about}", flush=True)
     return time.monotonic() - start

@@ -78,6 +78,8 @@ class Dataset:
         self.mask_hash = "gt"  # of the mask files, if they are not the shards' own
         self._masks = None if mask_source is None else self._open_masks(mask_source)
         self._extra: dict[str, list[np.ndarray]] = {}
+        self._offsets: dict[str, np.ndarray | None] = {}
+        self.carried: str | None = None  # what of it every batch carries that asks for nothing else
         self.extra_hash: dict[str, str] = {}
         self.extra_settings: dict[str, dict[str, Any]] = {}
         self._resident: dict[tuple[str, torch.device], torch.Tensor] = {}
@@ -309,16 +311,39 @@ class Dataset:
             raise ValueError("this Dataset was opened with mask_source=None")
         return self._gather(self._masks, index, out)
 
-    def attach(self, name: str, parts: list[np.ndarray], digest: str, settings: dict[str, Any] | None = None) -> None:
+    def attach(
+        self,
+        name: str,
+        parts: list[np.ndarray],
+        digest: str,
+        settings: dict[str, Any] | None = None,
+        offsets: tuple[int, ...] | None = None,
+    ) -> None:
         """Add something computed per frame, which batches then may carry (`extra`): an array (T, ...) per shard.
 
-        digest, settings: hash of the content and how it came about, for the result. Raises ValueError for arrays that
-        do not fit the shards.
+        digest, settings: hash of the content and how it came about, for the result. offsets: a batch carries the rows
+        at t + offsets, (B, len(offsets), ...), what lies outside the episode replaced by its first or last frame's;
+        None: the row at t, (B, ...). Raises ValueError for arrays that do not fit the shards.
         """
         kinds = {(part.dtype, part.shape[1:]) for part in parts}
         if len(kinds) != 1 or [len(part) for part in parts] != [shard.frames for shard in self.shards]:
             raise ValueError(f"{name}: needs one array per shard, a row per frame, all of one kind")
         self._extra[name], self.extra_hash[name], self.extra_settings[name] = parts, digest, settings or {}
+        self._offsets[name] = None if offsets is None else np.array(offsets)
+
+    def extra(self, name: str, index: np.ndarray) -> np.ndarray:
+        """What was attached under a name, at global frame indices (...,): (..., *shape of a row)."""
+        dtype, item = self.extra_kind(name)
+        return self._gather(self._bytes(name), index, None).view(dtype).reshape(*np.shape(index), *item)
+
+    def extra_index(self, name: str, t: np.ndarray) -> np.ndarray:
+        """Global indices of the rows that a batch at t carries, int64 (B,) or (B, len(offsets))."""
+        offsets = self._offsets[name]
+        if offsets is None:
+            return t
+        episode = np.searchsorted(self.episode_start, t, "right") - 1
+        first, last = self.episode_start[episode][:, None], self.episode_start[episode + 1][:, None] - 1
+        return np.clip(t[:, None] + offsets, first, last)
 
     def extra_kind(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         """The dtype and the shape of a row of what was attached under a name."""
@@ -417,12 +442,12 @@ def window_index(
 class Batch(NamedTuple):
     """Windows: frames[:, :3] is the current stack, frames[:, 3] the next frame, frames[:, -3:] the future stack."""
 
-    frames: torch.Tensor  # uint8 (B, F, H, W, 3)
+    frames: torch.Tensor  # uint8 (B, F, H, W, 3); None if the sampler was told to leave them out
     masks: torch.Tensor | None  # uint8 (B, F, H*W/8), bit-packed
     action: torch.Tensor  # float32 (B, A), clipped to [-1, 1]; NaN at the last frame of an episode
     index: torch.Tensor  # int64 (B,), global frame index t
     noise: torch.Tensor  # float32 (B, NOISE_DIM), uniform in [0, 1), for what a method draws per sample
-    extra: torch.Tensor | None = None  # (B, ...): the row at t of what was attached to the dataset
+    extra: torch.Tensor | None = None  # of what was attached to the dataset, see Dataset.attach
 
     def tensors(self) -> list[torch.Tensor]:
         return [tensor for tensor in self if tensor is not None]
@@ -457,6 +482,7 @@ def _load(
     noise_seed: list[int],
     buffers: _Buffers,
     extra: str | None = None,
+    frames: bool = True,
 ) -> Batch:
     """Gather windows (B, F). On CUDA the copies are queued on the current stream and do not block."""
     pin = device.type == "cuda"  # the host allocator keeps a pinned block alive until its copy is done
@@ -469,7 +495,7 @@ def _load(
         shape = (*index.shape, *item)
         if on_device:  # as int64, an eighth of the elements to index; rows are multiples of 8 bytes
             rows = dataset.resident(kind, device).flatten(1).view(torch.int64)
-            at = where if index is window else where[:, 2]  # every window has t there
+            at = where if index is window else send(index)
             return rows[at].view(torch.uint8).view(shape)
         host = torch.empty(shape, dtype=torch.uint8, pin_memory=True) if pin else torch.from_numpy(buffers.take(shape))
         dataset._gather(dataset._parts(kind), index, host.numpy())
@@ -477,13 +503,14 @@ def _load(
 
     def gather_extra(name: str) -> torch.Tensor:
         kind, item = dataset.extra_kind(name)
-        rows = gather(name, t, (int(np.prod(item)) * kind.itemsize,))
-        return rows.view(torch.from_numpy(np.empty(0, kind)).dtype).view(len(t), *item)
+        index = dataset.extra_index(name, t)
+        rows = gather(name, index, (int(np.prod(item)) * kind.itemsize,))
+        return rows.view(torch.from_numpy(np.empty(0, kind)).dtype).view(*index.shape, *item)
 
     size = dataset.image_size
     where = send(window) if on_device else None
     return Batch(
-        frames=gather("frames", window, (size, size, 3)),
+        frames=gather("frames", window, (size, size, 3)) if frames else None,
         masks=gather("masks", window, (size * size // 8,)) if masks else None,
         action=send(np.clip(dataset.action[t], -1, 1)),
         index=send(t),
@@ -532,6 +559,7 @@ class Sampler:
     The order of an epoch and the offsets k of a batch come from (seed, epoch, batch) alone, so `start=position`
     continues exactly. A batch is sorted by frame. k is uniform in {1..min(max_offset, frames left)}.
 
+    extra: what attached to the dataset the batches carry; None: `dataset.carried`. frames: False leaves them out.
     on_device: keep the whole set on the device ("auto": on a GPU, if enough memory is left for training); otherwise a
     thread gathers one batch ahead from memory-mapped shards. Raises UserError if the set is smaller than a batch.
     """
@@ -546,12 +574,14 @@ class Sampler:
         device: torch.device,
         masks: bool = False,
         extra: str | None = None,
+        frames: bool = True,
         start: int = 0,
         indices: np.ndarray | None = None,
         on_device: Literal["auto"] | bool = "auto",
     ):
         self.dataset, self.batch_size, self.max_offset, self.seed = dataset, batch_size, max_offset, seed
-        self.device, self.masks, self.extra = torch.device(device), masks, extra
+        self.device, self.masks, self.frames = torch.device(device), masks, frames
+        self.extra = extra = extra or dataset.carried
         self.indices = _check_indices(dataset, indices, max_offset)
         self.batches_per_epoch = len(self.indices) // batch_size
         if not self.batches_per_epoch:
@@ -559,7 +589,7 @@ class Sampler:
                 f"{dataset.folder}: {len(self.indices):,} transitions are fewer than one batch of {batch_size:,}; "
                 "lower the batch size, or make a larger dataset"
             )
-        kinds = ["frames"] + ["masks"] * masks + [extra] * bool(extra)
+        kinds = ["frames"] * frames + ["masks"] * masks + [extra] * bool(extra)
         self.on_device = dataset._fits(self.device, kinds) if on_device == "auto" else on_device
         if self.on_device:  # upload here, not in the thread, whose stream would own the memory
             for kind in kinds:
@@ -612,7 +642,7 @@ class Sampler:
         window = window_index(self.dataset, t, k, max_offset=self.max_offset)
         epoch, batch = divmod(position, self.batches_per_epoch)
         noise = [self.seed, epoch, 2, batch]
-        options = self.masks, self.on_device, noise, self._buffers, self.extra
+        options = self.masks, self.on_device, noise, self._buffers, self.extra, self.frames
         return _load(self.dataset, t, window, self.device, *options)
 
 
@@ -714,7 +744,7 @@ def sequential(
     """
     if max_offset not in (0, 1):
         raise ValueError("max_offset must be 0 or 1")
-    device = torch.device(device)
+    device, extra = torch.device(device), extra or dataset.carried
     indices = _check_indices(dataset, indices, max_offset)
     kinds = ["frames"] + ["masks"] * masks + [extra] * bool(extra)
     on_device = all((kind, device) in dataset._resident for kind in kinds)

@@ -24,6 +24,7 @@ import json
 import mmap
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -351,16 +352,37 @@ class SidecarWriter:
 
     def write(self, arrays: dict[str, np.ndarray], **attributes: str | int | float) -> Path:
         """Make the file appear. arrays: dataset name -> array; its first axis is the shard's frames or episodes."""
+        schema = {key: (array.dtype, array.shape) for key, array in arrays.items()}
+        return self.stream(schema, ((key, 0, array) for key, array in arrays.items()), **attributes)
+
+    def stream(
+        self,
+        schema: dict[str, tuple[Any, tuple[int, ...]]],
+        pieces: Iterable[tuple[str, int, np.ndarray]],
+        hash_each: bool = False,
+        **attributes: str | int | float,
+    ) -> Path:
+        """As `write`, for arrays that need not fit in memory. The space is reserved before a piece is asked for.
+
+        schema: dataset name -> (dtype, shape). pieces: (dataset, number of the first row, rows), which together cover
+        everything. hash_each: also store the hash of each dataset, as attribute <dataset>_hash.
+        """
         with _FullDisk(self.path):
-            schema = {key: (arrays[key].dtype, arrays[key].shape) for key in sorted(arrays)}
-            for key, offset in _lay_out(self._part, self._claim, schema, spare=1 << 16).items():
-                _write(self._claim, offset, arrays[key])
+            ordered = {key: schema[key] for key in sorted(schema)}
+            offsets = _lay_out(self._part, self._claim, ordered, spare=1 << 16)
+            for key, first, rows in pieces:
+                dtype, shape = schema[key]
+                _write(self._claim, offsets[key] + first * np.dtype(dtype).itemsize * int(np.prod(shape[1:])), rows)
+            buffer = mmap.mmap(self._claim, 0, access=mmap.ACCESS_READ)
+            arrays = {key: map_array(buffer, *ordered[key], offsets[key]) for key in ordered}
+            attributes["content_hash"] = sidecar_hash(arrays)
+            if hash_each:
+                attributes |= {f"{key}_hash": sidecar_hash({key: array}) for key, array in arrays.items()}
             with _open_file(self._part, "r+") as file:
                 for key, value in sorted(attributes.items()):
                     file.attrs[key] = value
                 file.attrs["format_version"] = FORMAT_VERSION
                 file.attrs["shard_hash"] = self.shard.content_hash
-                file.attrs["content_hash"] = sidecar_hash(arrays)
                 file.flush()
                 os.fsync(self._claim)
                 file.attrs["complete"] = True
@@ -379,14 +401,6 @@ def write_sidecar(shard: Path, name: str, arrays: dict[str, np.ndarray], **attri
 
 def sidecar_path(shard: Path, name: str) -> Path:
     return shard.with_name(f"{shard.stem}.{name}.h5")
-
-
-def read_all(group: h5py.Group, prefix: str = "") -> dict[str, np.ndarray]:
-    """Every dataset under a group, by its full name."""
-    found: dict[str, np.ndarray] = {}
-    for name, item in group.items():
-        found |= {prefix + name: item[:]} if isinstance(item, h5py.Dataset) else read_all(item, f"{prefix}{name}/")
-    return found
 
 
 def sidecar_hash(arrays: dict[str, np.ndarray]) -> str:
@@ -606,14 +620,9 @@ def sidecar_command(paths: list[Path]) -> str:
 
 def verify_sidecar(path: Path, shard: Shard) -> None:
     """Re-hash a file that was derived from a shard. Raises DamagedShard."""
-    try:
-        with h5py.File(path, "r", locking=False) as file:
-            if str(file.attrs.get("shard_hash", "")) != shard.content_hash:
-                raise DamagedShard(f"{path}: made from another version of {shard.path.name}")
-            if str(file.attrs.get("content_hash", "")) != sidecar_hash(read_all(file)):
-                raise DamagedShard(f"{path}: does not match its hash")
-    except (OSError, RuntimeError, KeyError) as error:
-        raise DamagedShard(f"{path}: not readable ({error})") from error
+    file = read_sidecar(path, shard)
+    if str(file.attributes.get("content_hash", "")) != sidecar_hash({name: file.array(name) for name in file.datasets}):
+        raise DamagedShard(f"{path}: does not match its hash")
 
 
 def _plain(value: Any) -> Any:
