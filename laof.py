@@ -57,34 +57,34 @@ class Args:
     """name of this variant's run directory; empty: made from the arguments that differ from the defaults"""
     latent_dim: int = 128
     """dimension d_z of the latent action"""
-    idm_scale: int = 4
-    """channel multiplier of the IDM's encoder"""
     policy_scale: int = 4
     """channel multiplier of the latent policy's encoder"""
     batch_size: int = 512
     """transitions in one update, all stages"""
     lam_epochs: float = 2
-    """stage 1: passes over the train split"""
+    """latent action model: passes over the train split"""
     lam_updates: int | None = None
-    """stage 1: updates; None: from lam_epochs"""
+    """latent action model: updates; None: from lam_epochs"""
     lam_lr: float = 6e-4
-    """stage 1: peak learning rate"""
+    """latent action model: peak learning rate"""
     policy_epochs: float = 2
-    """stage 2: passes over the train split"""
+    """latent policy: passes over the train split"""
     policy_updates: int | None = None
-    """stage 2: updates; None: from policy_epochs"""
+    """latent policy: updates; None: from policy_epochs"""
     policy_lr: float = 4e-4
-    """stage 2: peak learning rate"""
+    """latent policy: peak learning rate"""
+    policy_clip: float | None = None
+    """latent policy: largest norm of the gradient; None: any"""
     decoder_updates: int = 25_000
-    """stage 3: updates"""
+    """action decoder: updates"""
     decoder_lr: float = 1e-3
-    """stage 3: peak learning rate"""
+    """action decoder: peak learning rate"""
     decoder_clip: float | None = 1.0
-    """stage 3: largest norm of the gradient; None: any"""
+    """action decoder: largest norm of the gradient; None: any"""
     decoder_dim: int = 256
-    """stage 3: hidden units of the action decoder's two layers"""
+    """action decoder: hidden units of its two layers"""
     num_labels: int = 128_000
-    """stage 3: labelled transitions, drawn by whole episodes"""
+    """action decoder: labelled transitions, drawn by whole episodes"""
     probe_weight: float = 0.01
     """weight of the linear action probe that only watches: it sees z detached"""
     weight_decay: float = 0.01
@@ -114,6 +114,8 @@ class Args:
     wandb_project: str = "masklam"
     """project on Weights & Biases"""
     # --- method: hyperparameters ---
+    idm_scale: int = 4
+    """channel multiplier of the IDM's encoder"""
     lam_clip: float = 2.0
     """stage 1: largest norm of the gradient"""
     lam_warmup: int = 50
@@ -134,10 +136,9 @@ class Args:
     """speed that is drawn in full colour, as a share of the image's diagonal per step (0.9 pixels at 64 x 64)"""
 
     def __post_init__(self) -> None:
-        if self.world_model_width < 2 or self.raft_iterations < 1 or self.flow_scale <= 0:
-            raise UserError(
-                "--world-model-width must be at least 2, --raft-iterations at least 1, --flow-scale above 0"
-            )
+        runs.check_at_least(self, 2, "world_model_width")
+        if self.raft_iterations < 1 or self.flow_scale <= 0:
+            raise UserError("--raft-iterations must be at least 1, --flow-scale above 0")
 
 
 # What differs from the defaults above on each suite, with --quick, and with --quick on Distracting Meta-World.
@@ -225,7 +226,8 @@ def orthogonal_init(module: nn.Module) -> None:
     """Orthogonal weights and zero biases; for `nn.Module.apply`."""
     if isinstance(module, (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)):
         nn.init.orthogonal_(module.weight)
-        nn.init.zeros_(module.bias)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
 
 
 # --- method: networks ---
@@ -233,10 +235,8 @@ class ResidualLayer(nn.Sequential):
     """ReLU, 3x3 convolution to half the channels, ReLU, 3x3 convolution back, plus the input."""
 
     def __init__(self, channels: int) -> None:
-        narrow, wide = (
-            nn.Conv2d(channels, channels // 2, 3, padding=1),
-            nn.Conv2d(channels // 2, channels, 3, padding=1),
-        )
+        half = channels // 2
+        narrow, wide = nn.Conv2d(channels, half, 3, padding=1), nn.Conv2d(half, channels, 3, padding=1)
         super().__init__(nn.ReLU(), narrow, nn.ReLU(), wide)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -323,7 +323,6 @@ def optical_flow(raft: nn.Module, frames: Tensor, following: Tensor, iterations:
 def attach_flow(dataset: Dataset, args: Args, device: torch.device) -> float:
     """Attaches the flow to the next frame (zero at an episode's end) from <shard>.raft.h5, made if missing. Returns the
     seconds that it took."""
-
     settings: dict[str, Any] = {"raft": args.raft, "iterations": args.raft_iterations}
     named = None if args.raft_checkpoint is None else load_raft(args.raft, args.raft_checkpoint, device)
     if named is not None:  # flow that another file's weights gave is refused
@@ -558,7 +557,7 @@ def main(args: Args) -> None:
     drawn.append(pictures.rows(run.dir / "flow.png", named | found | masked, None, title))
     # --- end method ---
 
-    # Stage 2: label every transition once, then clone the latent actions from the current frames.
+    # Latent policy: label every transition once, then clone the latent actions from the current frames.
     windows = {"max_offset": 1, "masks": uses_masks, "indices": train_set.transitions}
     labels, seconds = cached(
         run, "labels", lambda batch: encode(model, batch, args), train_set, args.batch_size, device, **windows
@@ -572,11 +571,12 @@ def main(args: Args) -> None:
 
     sampler = Sampler(train_set, args.batch_size, max_offset=0, seed=args.seed, device=device, on_device=on_device)
     updates = updates_for(args.policy_epochs, args.policy_updates, sampler)
-    costs["bc"] = train(run, args, "bc", policy, policy_loss, sampler, updates, args.policy_lr, probe=policy_probe)
+    stage = policy, policy_loss, sampler, updates, args.policy_lr, args.policy_clip, policy_probe
+    costs["bc"] = train(run, args, "bc", *stage)
     sampler.close()
     policy.eval()
 
-    # Stage 3: the policy is frozen, so its outputs on the labelled transitions are computed once.
+    # Action decoder: the policy is frozen, so its outputs on the labelled transitions are computed once.
     def feature(batch: Batch) -> Tensor:
         return policy(normalise(batch.frames).flatten(1, 2))
 

@@ -55,34 +55,34 @@ class Args:
     """name of this variant's run directory; empty: made from the arguments that differ from the defaults"""
     latent_dim: int = 128
     """dimension d_z of the latent action"""
-    idm_scale: int = 4
-    """channel multiplier of the IDM's encoder"""
     policy_scale: int = 4
     """channel multiplier of the latent policy's encoder"""
     batch_size: int = 512
     """transitions in one update, all stages"""
     lam_epochs: float = 2
-    """stage 1: passes over the train split"""
+    """latent action model: passes over the train split"""
     lam_updates: int | None = None
-    """stage 1: updates; None: from lam_epochs"""
+    """latent action model: updates; None: from lam_epochs"""
     lam_lr: float = 6e-4
-    """stage 1: peak learning rate"""
+    """latent action model: peak learning rate"""
     policy_epochs: float = 2
-    """stage 2: passes over the train split"""
+    """latent policy: passes over the train split"""
     policy_updates: int | None = None
-    """stage 2: updates; None: from policy_epochs"""
+    """latent policy: updates; None: from policy_epochs"""
     policy_lr: float = 4e-4
-    """stage 2: peak learning rate"""
+    """latent policy: peak learning rate"""
+    policy_clip: float | None = None
+    """latent policy: largest norm of the gradient; None: any"""
     decoder_updates: int = 25_000
-    """stage 3: updates"""
+    """action decoder: updates"""
     decoder_lr: float = 1e-3
-    """stage 3: peak learning rate"""
+    """action decoder: peak learning rate"""
     decoder_clip: float | None = 1.0
-    """stage 3: largest norm of the gradient; None: any"""
+    """action decoder: largest norm of the gradient; None: any"""
     decoder_dim: int = 256
-    """stage 3: hidden units of the action decoder's two layers"""
+    """action decoder: hidden units of its two layers"""
     num_labels: int = 128_000
-    """stage 3: labelled transitions, drawn by whole episodes"""
+    """action decoder: labelled transitions, drawn by whole episodes"""
     probe_weight: float = 0.01
     """weight of the linear action probe that only watches: it sees z detached"""
     weight_decay: float = 0.01
@@ -112,6 +112,8 @@ class Args:
     wandb_project: str = "masklam"
     """project on Weights & Biases"""
     # --- method: hyperparameters ---
+    idm_scale: int = 4
+    """channel multiplier of the IDM's encoder"""
     fdm_scale: int = 6
     """channel multiplier of the FDM's encoder and decoder"""
     mask_source: str = "gt"
@@ -217,7 +219,8 @@ def orthogonal_init(module: nn.Module) -> None:
     """Orthogonal weights and zero biases; for `nn.Module.apply`."""
     if isinstance(module, (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)):
         nn.init.orthogonal_(module.weight)
-        nn.init.zeros_(module.bias)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
 
 
 # --- method: networks ---
@@ -518,7 +521,7 @@ def main(args: Args) -> None:
     drawn = [pictures.rows(run.dir / "world_model.png", named, masks[:, 3], title)]
     # --- end method ---
 
-    # Stage 2: label every transition once, then clone the latent actions from the current frames.
+    # Latent policy: label every transition once, then clone the latent actions from the current frames.
     windows = {"max_offset": 1, "masks": uses_masks, "indices": train_set.transitions}
     labels, seconds = cached(
         run, "labels", lambda batch: encode(model, batch, args), train_set, args.batch_size, device, **windows
@@ -532,11 +535,12 @@ def main(args: Args) -> None:
 
     sampler = Sampler(train_set, args.batch_size, max_offset=0, seed=args.seed, device=device, on_device=on_device)
     updates = updates_for(args.policy_epochs, args.policy_updates, sampler)
-    costs["bc"] = train(run, args, "bc", policy, policy_loss, sampler, updates, args.policy_lr, probe=policy_probe)
+    stage = policy, policy_loss, sampler, updates, args.policy_lr, args.policy_clip, policy_probe
+    costs["bc"] = train(run, args, "bc", *stage)
     sampler.close()
     policy.eval()
 
-    # Stage 3: the policy is frozen, so its outputs on the labelled transitions are computed once.
+    # Action decoder: the policy is frozen, so its outputs on the labelled transitions are computed once.
     def feature(batch: Batch) -> Tensor:
         return policy(normalise(batch.frames).flatten(1, 2))
 

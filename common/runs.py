@@ -153,7 +153,7 @@ def versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     found = {"python": platform.python_version()}
-    for package in ("torch", "numpy", "h5py", "dm_control", "mujoco", "metaworld", "gymnasium", "sam2"):
+    for package in ("torch", "numpy", "h5py", "dm_control", "mujoco", "metaworld", "gymnasium", "timm", "sam2"):
         with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
     return found
@@ -242,15 +242,15 @@ class Progress:
 # Fields that may differ between two commands that continue one run: they change neither data nor method. (Compiled code
 # rounds differently; the kind of device is part of a run's identity.)
 RUNTIME_FIELDS = frozenset(
-    "data_dir runs_dir clips_dir raft_checkpoint variant device data_on_gpu compile compile_mode eval_envs log_every "
-    "checkpoint_every track wandb_project".split()
+    "data_dir runs_dir clips_dir raft_checkpoint dino_checkpoint dino_cache variant device data_on_gpu compile "
+    "compile_mode eval_envs log_every checkpoint_every track wandb_project".split()
 )
 
 
 def check_at_least(args: Any, least: int, *names: str) -> None:
-    """Raises UserError for a field that is given and below `least`."""
+    """Raises UserError for a field that is given and below `least`; not every method has every field."""
     for name in names:
-        value = getattr(args, name)
+        value = getattr(args, name, None)
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} is {value}, must be at least {least}")
 
@@ -303,6 +303,7 @@ class Run:
         self._check_args()
         self.commit, self.versions = git_commit(), versions()
         self.passed: set[str] = set()  # stages and caches that this process found or made
+        self.about: dict[str, Any] = {}  # what a method adds to the result
         self.metrics_path = self.dir / "metrics.jsonl"
         self._metrics = open(self.metrics_path, "a")
         self.wandb = None
@@ -445,14 +446,18 @@ class Run:
             self.passed.add(stage)
             return state
         except UserError as error:
+            files = [found for kind in ("*.pt", "*.npy") for found in self.dir.glob(kind)]
+            later = sorted((found.stat().st_mtime, found.name) for found in files if found.stem not in self.passed)
             raise UserError(
-                f"{error}; remove it and the later ones of lam.pt, labels.npy, bc.pt, features.npy, decoder.pt, then "
-                "repeat the command to train from there"
+                f"{error}; remove it and the later ones of {', '.join(name for _, name in later)}, then repeat the "
+                "command to train from there"
             ) from None
 
     def not_finite(self, stage: str, update: int, episodes: list[int], saved: int) -> UserError:
         """The error of a loss or weights that are not finite; saved: update of the newest checkpoint, 0 without one."""
-        flag = {"lam": "--lam-lr", "bc": "--policy-lr", "decoder": "--decoder-lr"}.get(stage, "learning rate")
+        flag = {"slots": "--slot-lr", "lam": "--lam-lr", "bc": "--policy-lr", "decoder": "--decoder-lr"}.get(
+            stage, "learning rate"
+        )
         good = f"at update {saved} in {self.dir / 'checkpoints'}" if saved else "the stage's start"
         return UserError(
             f"{stage}: loss or weights are not finite at update {update}, episodes {episodes}. The last good "
@@ -473,7 +478,7 @@ class Run:
             "versions": self.versions,
             "machine": machine(),
         }
-        write_json(self.dir / "result.json", result | about)
+        write_json(self.dir / "result.json", result | self.about | about)
         for name, value in metrics.items():
             print(f"{name:26} {'-' if value is None else f'{value:.4f}'}")
         print(f"result: {self.dir / 'result.json'}", flush=True)

@@ -1,0 +1,737 @@
+# --- method: about ---
+"""LAPO-Slots: latent actions from one object's slot instead of the picture (Klepach et al., arXiv 2502.09680).
+
+Stage 1 trains VideoSAUR (arXiv 2306.04829): K slots compete for the patch features of a frozen DINOv2. Stage 2 keeps
+the slot that tells most about the action. Stage 3 is LAPO on that slot, 4 and 5 are latent policy and decoder.
+
+    python lapo_slots.py --env cheetah-run
+
+The paper's NMSE on cheetah-run: 0.29 clean, 0.66 under distractors; 37.5 hours for all stages on an A100.
+It breaks where the agent changes its slot; slots.png shows it, result.json counts it.
+"""
+# --- end method ---
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common import evaluation, pictures, runs
+from common.cache import cached, remove_cached
+from common.dataset import Batch, Dataset, Sampler, TensorSampler, normalise, sequential, unpack_masks, updates_for
+from common.errors import UserError
+from common.tasks import get_task
+
+# --- method: imports ---
+import json
+from common.dino import Features
+from common.slots import agent_report, attach_slot, follow_split, masked, probe_slots, watch
+# --- end method ---
+
+
+@dataclass
+class Args:
+    env: str = "cheetah-run"
+    """task to train on; common/tasks.py lists all fourteen"""
+    seed: int = 1
+    """seed of the initial weights, the order of the data and the choice of labels"""
+    quick: bool = False
+    """small networks and a short schedule for a CPU with two cores; the code path stays the same"""
+    distractors: bool = True
+    """train and evaluate on the distractor render; --no-distractors takes the clean one"""
+    data_dir: Path = Path("data")
+    """folder of the datasets that make_dataset.py wrote"""
+    runs_dir: Path = Path("runs")
+    """folder of the run directories"""
+    variant: str = ""
+    """name of this variant's run directory; empty: made from the arguments that differ from the defaults"""
+    latent_dim: int = 128
+    """dimension d_z of the latent action"""
+    policy_scale: int = 4
+    """channel multiplier of the latent policy's encoder"""
+    batch_size: int = 512
+    """transitions in one update, all stages"""
+    lam_epochs: float = 2
+    """latent action model: passes over the train split"""
+    lam_updates: int | None = None
+    """latent action model: updates; None: from lam_epochs"""
+    lam_lr: float = 6e-4
+    """latent action model: peak learning rate"""
+    policy_epochs: float = 2
+    """latent policy: passes over the train split"""
+    policy_updates: int | None = None
+    """latent policy: updates; None: from policy_epochs"""
+    policy_lr: float = 4e-4
+    """latent policy: peak learning rate"""
+    policy_clip: float | None = None
+    """latent policy: largest norm of the gradient; None: any"""
+    decoder_updates: int = 25_000
+    """action decoder: updates"""
+    decoder_lr: float = 1e-3
+    """action decoder: peak learning rate"""
+    decoder_clip: float | None = 1.0
+    """action decoder: largest norm of the gradient; None: any"""
+    decoder_dim: int = 256
+    """action decoder: hidden units of its two layers"""
+    num_labels: int = 128_000
+    """action decoder: labelled transitions, drawn by whole episodes"""
+    probe_weight: float = 0.01
+    """weight of the linear action probe that only watches: it sees z detached"""
+    weight_decay: float = 0.01
+    """decoupled weight decay of AdamW"""
+    eval_episodes: int = 100
+    """episodes of the decoded policy on held-out backgrounds"""
+    eval_steps: int | None = None
+    """steps per evaluation episode; None: the task's"""
+    eval_envs: int = 16
+    """environments that run in parallel during evaluation, one process each"""
+    clips_dir: Path | None = None
+    """folder of the background clips that made the dataset, for the evaluation; None: data/DAVIS"""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """where to train; auto takes the GPU if there is one"""
+    data_on_gpu: Literal["auto", "always", "never"] = "auto"
+    """keep the frames on the GPU; auto: if enough of its memory is left for training"""
+    compile: bool = torch.cuda.is_available()
+    """torch.compile the update"""
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
+    """mode of torch.compile"""
+    log_every: int = 100
+    """updates between two lines of metrics"""
+    checkpoint_every: int = 2000
+    """updates between two checkpoints"""
+    track: bool = False
+    """send the metrics to Weights & Biases too"""
+    wandb_project: str = "masklam"
+    """project on Weights & Biases"""
+    # --- method: hyperparameters ---
+    slot_updates: int = 25_000
+    """slot pre-training: updates, each on batch_size clips of four frames"""
+    slot_lr: float = 3e-4
+    """slot pre-training: peak learning rate"""
+    slot_warmup: int = 1250
+    """slot pre-training: updates, at most half, in which the rate rises from zero; then it is halved until the end"""
+    slot_clip: float = 0.05
+    """slot pre-training: largest norm of the gradient"""
+    num_slots: int = 4
+    """slots per frame"""
+    slot_dim: int = 128
+    """dimension of a slot"""
+    slot_iterations: int = 3
+    """rounds of slot attention per frame"""
+    renderer_dim: int = 1024
+    """hidden units of the decoder's three layers"""
+    similarity_weight: float = 0.1
+    """weight of the loss on temporal feature similarity"""
+    similarity_temperature: float = 0.075
+    """temperature of that similarity"""
+    dino_model: str = "vit_base_patch14_dinov2.lvd142m"
+    """timm's name of the frozen Vision Transformer"""
+    dino_weights: Literal["pretrained", "random"] = "pretrained"
+    """random: seeded random weights, to try the code out"""
+    dino_checkpoint: Path | None = None
+    """its weights, as timm or DINOv2's authors save them; None: features that are there, or the Hugging Face hub's"""
+    dino_image_size: int = 224
+    """frames are enlarged to this height and width for it; a multiple of its patches' 14 pixels"""
+    dino_cache: bool = True
+    """keep the features beside the shards if the disk has room; --no-dino-cache computes them whenever needed"""
+    pca_components: int = 32
+    """slot probing: principal components of a slot"""
+    probe_folds: int = 5
+    """slot probing: parts of the labelled episodes, each predicted from the others"""
+    offset: int = 10
+    """k of o_{t+k}, which the IDM sees and the FDM predicts; less at the end of an episode"""
+    lam_clip: float = 1.0
+    """latent action model: largest norm of the gradient"""
+    lam_dim: int = 1024
+    """hidden units of IDM and FDM"""
+    lam_blocks: int = 3
+    """residual blocks of IDM and FDM"""
+
+    def __post_init__(self) -> None:
+        runs.check_at_least(self, 1, "slot_updates", "slot_iterations", "renderer_dim", "pca_components", "offset")
+        runs.check_at_least(self, 1, "lam_dim", "lam_blocks")
+        runs.check_at_least(self, 2, "num_slots", "probe_folds")
+        if self.slot_dim < 4 or self.slot_dim % 4 or self.similarity_temperature <= 0:
+            raise UserError("--slot-dim must be a multiple of 4, --similarity-temperature above 0")
+
+
+# What differs from the defaults above on each suite, with --quick, and with --quick on Distracting Meta-World.
+DCS: dict[str, Any] = {"batch_size": 256, "lam_epochs": 1, "lam_lr": 3e-4, "policy_epochs": 1, "policy_lr": 3e-4}
+DCS |= {"policy_clip": 1.0, "decoder_clip": None}
+DMW = DCS | {"batch_size": 128, "lam_epochs": 4, "lam_lr": 1.5e-4, "policy_epochs": 4, "policy_lr": 1.5e-4}
+DMW |= {"num_slots": 3}
+QUICK = {"policy_scale": 1, "batch_size": 32, "slot_updates": 500, "slot_lr": 1e-3, "slot_warmup": 50}
+QUICK |= {"renderer_dim": 256, "lam_dim": 256, "lam_updates": 3000, "lam_lr": 3e-4, "policy_updates": 300}
+QUICK |= {"policy_lr": 1e-3, "decoder_updates": 2000, "num_labels": 5000, "eval_episodes": 4, "eval_envs": 2}
+QUICK |= {"dino_model": "vit_small_patch14_dinov2", "dino_weights": "random", "dino_image_size": 112}
+QUICK |= {"log_every": 20, "checkpoint_every": 100}
+QUICK_DMW = {"policy_updates": 200, "eval_steps": 250}
+
+
+def schedule(args: Args, stage: str, step: int, updates: int, epoch: int) -> float:
+    """Learning rate of an update, relative to its peak; constant but for the slots. `epoch`: updates in one pass."""
+    if stage != "slots":
+        return 1.0
+    warmup = min(args.slot_warmup, updates // 2)
+    return step / warmup if step < warmup else 0.5 ** ((step - warmup) / (updates - warmup))
+
+
+# --- end method ---
+
+
+def defaults(argv: list[str]) -> Args:
+    """The defaults for the --env and --quick on the command line; the remaining arguments override them."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--env", default=Args.env)
+    parser.add_argument("--quick", action="store_true")
+    known, _ = parser.parse_known_args(argv)
+    dmw = get_task(known.env).suite == "dmw"
+    changes = (DMW if dmw else DCS) | (QUICK if known.quick else {}) | (QUICK_DMW if dmw and known.quick else {})
+    return replace(Args(), env=known.env, quick=known.quick, **changes)
+
+
+class ResidualBlock(nn.Module):
+    """ReLU, 3x3 convolution, ReLU, 3x3 convolution, plus the input."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv2(F.relu(self.conv1(F.relu(x))))
+
+
+class Impala(nn.Sequential):
+    """IMPALA's convolutional trunk (arXiv 1802.01561): (B, in_channels, H, W) to (B, 32 m, H/8, W/8)."""
+
+    def __init__(self, in_channels: int, scale: int) -> None:
+        layers = []
+        for channels in (16 * scale, 32 * scale, 32 * scale):
+            layers += [nn.Conv2d(in_channels, channels, 3, padding=1), nn.MaxPool2d(3, stride=2, padding=1)]
+            layers += [ResidualBlock(channels), ResidualBlock(channels)]
+            in_channels = channels
+        super().__init__(*layers)
+
+
+class Encoder(nn.Module):
+    """IMPALA trunk, flatten, ReLU, linear: (B, in_channels, size, size) to (B, out_dim)."""
+
+    def __init__(self, in_channels: int, scale: int, size: int, out_dim: int) -> None:
+        super().__init__()
+        self.trunk = Impala(in_channels, scale)
+        self.head = nn.Linear(32 * scale * (size // 8) ** 2, out_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.trunk(x).flatten(1)))
+
+
+class ActionDecoder(nn.Sequential):
+    """Latent action (B, d_z) to action (B, action_dim): two hidden layers with ReLU."""
+
+    def __init__(self, latent_dim: int, hidden_dim: int, action_dim: int) -> None:
+        super().__init__(
+            nn.Linear(latent_dim, hidden_dim),
+            nn.ReLU(),
+            nn.Linear(hidden_dim, hidden_dim),
+            nn.ReLU(),
+            nn.Linear(hidden_dim, action_dim),
+        )
+
+
+def orthogonal_init(module: nn.Module) -> None:
+    """Orthogonal weights and zero biases; for `nn.Module.apply`."""
+    if isinstance(module, (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)):
+        nn.init.orthogonal_(module.weight)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+# --- method: networks ---
+class Block(nn.Module):
+    """Pre-norm transformer block: attention, of tokens (B, N, D) to each other or to `memory` (B, M, D), and an MLP."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.attention = nn.MultiheadAttention(dim, num_heads=4, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.ReLU(), nn.Linear(4 * dim, dim))
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        query = self.norm1(x)
+        memory = query if memory is None else memory
+        x = x + self.attention(query, memory, memory, need_weights=False)[0]
+        return x + self.mlp(self.norm2(x))
+
+
+class SlotAttention(nn.Module):
+    """Slots (B, K, D) compete for inputs (B, N, D) (arXiv 2006.15055): new slots, and their attention (B, K, N)."""
+
+    def __init__(self, dim: int, iterations: int) -> None:
+        super().__init__()
+        self.norm_inputs, self.norm_slots = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.key, self.value, self.query = (nn.Linear(dim, dim, bias=False) for _ in range(3))
+        self.gru = nn.GRUCell(dim, dim)
+        self.iterations = iterations
+
+    def forward(self, slots: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        inputs = self.norm_inputs(inputs)
+        key, value = self.key(inputs), self.value(inputs)
+        for _ in range(self.iterations):
+            slots = self.norm_slots(slots)
+            attention = (self.query(slots) @ key.mT / math.sqrt(key.shape[-1])).float().softmax(dim=1)  # over the slots
+            weights = attention / (attention.sum(dim=2, keepdim=True) + 1e-8)
+            update = weights.to(value.dtype) @ value
+            slots = self.gru(update.flatten(0, 1), slots.flatten(0, 1)).view_as(slots)
+        return slots, attention
+
+
+class SlotMixer(nn.Module):
+    """Decodes slots (B, K, D) patch by patch (arXiv 2206.06922): (B, N, out_dim)."""
+
+    def __init__(self, dim: int, patches: int, hidden_dim: int, out_dim: int) -> None:
+        super().__init__()
+        self.position = nn.Parameter(dim**-0.5 * torch.randn(patches, dim))
+        self.norm_memory, self.norm_query, self.norm_slots = (nn.LayerNorm(dim) for _ in range(3))
+        self.allocator = nn.ModuleList(Block(dim) for _ in range(3))
+        self.query, self.key = (nn.Linear(dim, dim, bias=False) for _ in range(2))
+        layers: list[nn.Module] = []
+        for width in (dim, hidden_dim, hidden_dim):
+            layers += [nn.Linear(width, hidden_dim), nn.ReLU()]
+        self.renderer = nn.Sequential(*layers, nn.Linear(hidden_dim, out_dim))
+
+    def forward(self, slots: Tensor) -> Tensor:
+        query, memory = self.position.expand(len(slots), -1, -1), self.norm_memory(slots)
+        for block in self.allocator:
+            query = block(query, memory)
+        query, key = self.query(self.norm_query(query)), self.key(self.norm_slots(slots))
+        mixed = (query @ key.mT / math.sqrt(key.shape[-1])).softmax(dim=2) @ slots  # each patch its own mixture
+        return self.renderer(mixed + self.position)
+
+
+class VideoSaur(nn.Module):
+    """Features of clips (B, T, N, F) to slots that follow objects (arXiv 2306.04829)."""
+
+    def __init__(self, args: Args, patches: int, feature_dim: int) -> None:
+        super().__init__()
+        dim = args.slot_dim
+        self.initial = nn.Parameter(dim**-0.5 * torch.randn(args.num_slots, dim))  # the same in every clip
+        hidden, last = nn.Linear(feature_dim, 2 * feature_dim), nn.Linear(2 * feature_dim, dim)
+        self.project = nn.Sequential(nn.LayerNorm(feature_dim), hidden, nn.ReLU(), last)
+        self.attention = SlotAttention(dim, args.slot_iterations)
+        self.predictor = Block(dim)
+        self.decoder = SlotMixer(dim, patches, args.renderer_dim, feature_dim + patches)
+
+    def follow(self, features: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Slots (B, T, K, D), attention (B, T, K, N) and the state (B, K, D) from which the next frame goes on."""
+        state = self.initial.expand(len(features), -1, -1) if state is None else state
+        found = []
+        for inputs in self.project(features).unbind(dim=1):
+            found.append(self.attention(state, inputs))
+            state = self.predictor(found[-1][0])
+        slots, attention = (torch.stack(parts, dim=1) for parts in zip(*found))
+        return slots, attention, state
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Of every frame the decoded features (B, T, N, F), and logits (B, T, N, N): where its patches go next."""
+        slots, _, _ = self.follow(features)
+        decoded = self.decoder(slots.flatten(0, 1)).unflatten(0, slots.shape[:2])
+        return decoded.split([features.shape[-1], features.shape[-2]], dim=-1)
+
+
+class ResidualMLP(nn.Module):
+    """Linear layer, residual blocks x + W ReLU(W norm(x)), linear layer: (B, in_dim) to (B, out_dim)."""
+
+    def __init__(self, in_dim: int, dim: int, blocks: int, out_dim: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(in_dim, dim), nn.Linear(dim, out_dim)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim), nn.ReLU(), nn.Linear(dim, dim)) for _ in range(blocks)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+
+class LatentActionModel(nn.Module):
+    """IDM and FDM on the selected slot now and later, (B, 2, D)."""
+
+    def __init__(self, args: Args) -> None:
+        super().__init__()
+        dim, shape = args.slot_dim, (args.lam_dim, args.lam_blocks)
+        self.idm = ResidualMLP(2 * dim, *shape, args.latent_dim)
+        self.fdm = ResidualMLP(dim + args.latent_dim, *shape, dim)
+
+    def infer(self, slots: Tensor) -> Tensor:
+        """The latent action (B, d_z) between the slot at t and at t + k."""
+        return self.idm(slots.flatten(1))
+
+    def forward(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """The predicted slot at t + k, (B, D), and the latent action."""
+        z = self.infer(slots)
+        return self.fdm(torch.cat([slots[:, 0], z], dim=1)), z
+
+
+# --- end method ---
+
+
+# --- method: loss ---
+def temporal_similarity(keys: Tensor, temperature: float) -> Tensor:
+    """How patches move: for each patch of each frame, probabilities over the patches of the next (VideoSAUR, eq. 2).
+
+    Softmax of the keys' cosine similarity over the temperature, zero where it is negative: (B, T, N, F) to
+    (B, T - 1, N, N).
+    """
+    keys = F.normalize(keys, dim=-1)
+    similarity = keys[:, :-1] @ keys[:, 1:].mT
+    logits = (similarity / temperature).masked_fill(similarity < 0, -torch.inf)
+    return logits.masked_fill((similarity < 0).all(-1, keepdim=True), 0).softmax(-1)
+
+
+def slot_loss(model: VideoSaur, batch: Batch, args: Args) -> tuple[Tensor, None, dict[str, Tensor]]:
+    """Squared error of the decoded features plus the weighted cross-entropy to the temporal similarity.
+
+    Returns the loss, None, and further numbers to log.
+    """
+    features, keys = batch.extra.float().chunk(2, dim=-1)  # (B, T, N, F) each
+    decoded, logits = model(features)
+    with torch.autocast(features.device.type, enabled=False):
+        target = temporal_similarity(keys, args.similarity_temperature)
+    feature_loss = F.mse_loss(decoded.float(), features)
+    similarity_loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 2), target.flatten(0, 2))
+    logs = {"feature": feature_loss.detach(), "similarity": similarity_loss.detach()}
+    return feature_loss + args.similarity_weight * similarity_loss, None, logs
+
+
+def encode(model: LatentActionModel, batch: Batch, args: Args) -> Tensor:
+    """The latent action (B, d_z) of each transition in a batch, from the selected slot at t and t + k."""
+    return model.infer(batch.extra.float())
+
+
+def lam_loss(model: LatentActionModel, batch: Batch, args: Args) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Mean squared error of the predicted slot at t + k. Returns the loss, z (B, d_z), and further numbers to log."""
+    slots = batch.extra.float()  # (B, 2, D)
+    prediction, z = model(slots)
+    return F.mse_loss(prediction.float(), slots[:, 1]), z, {}
+
+
+# --- end method ---
+
+
+def train(
+    run: runs.Run,
+    args: Args,
+    stage: str,
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any, Args], tuple[Tensor, Tensor | None, dict[str, Tensor]]],
+    sampler: Any,
+    updates: int,
+    learning_rate: float,
+    clip: float | None = None,
+    probe: nn.Module | None = None,
+    after_update: Callable[[nn.Module], None] = lambda model: None,
+) -> dict[str, float]:
+    """Trains one stage to its end, from its newest checkpoint if there is one; AdamW at the rate of `schedule`.
+
+    Returns seconds, updates, samples/s and peak memory of the stage, also when it was finished before.
+    """
+    device = next(model.parameters()).device
+    done = run.finished(stage)
+    if done is not None:
+        model.load_state_dict(done["model"])
+        return done["cost"]
+
+    groups = [{"params": list(model.parameters())}] + ([{"params": list(probe.parameters())}] if probe else [])
+    lr = torch.tensor(learning_rate, device=device)  # a tensor, so that a new rate does not recompile
+    optimizer = torch.optim.AdamW(groups, lr=lr, weight_decay=args.weight_decay, fused=True)
+
+    def step_loss(batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss, z, logs = loss_fn(model, batch, args)
+            logs = {"loss": loss.detach()} | logs
+            if probe is not None:
+                probe_loss = F.mse_loss(probe(z.detach()).float(), batch.action)
+                loss = loss + args.probe_weight * probe_loss
+                logs["probe"] = probe_loss.detach()
+        return loss, logs
+
+    compiled_loss = torch.compile(step_loss, mode=args.compile_mode, dynamic=False) if args.compile else step_loss
+
+    def state() -> dict[str, Any]:
+        return {
+            "model": model.state_dict(),
+            "probe": probe.state_dict() if probe else None,
+            "optimizer": optimizer.state_dict(),
+            "seconds": seconds_before + time.monotonic() - start,
+            "random": torch.get_rng_state(),
+            "random_cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        }
+
+    step, seconds_before, start = 0, 0.0, time.monotonic()
+    saved = run.restore(stage)
+    if saved is not None:
+        step, seconds_before = saved["step"], saved["seconds"]
+        model.load_state_dict(saved["model"])
+        if probe:
+            probe.load_state_dict(saved["probe"])
+        optimizer.load_state_dict(saved["optimizer"])
+        torch.set_rng_state(saved["random"])
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(saved["random_cuda"], device)
+    sampler.seek(step)
+
+    progress = runs.Progress(f"{run.script} {stage}", updates, "updates", done=step)
+    sums: dict[str, Tensor] = {}
+    first_bad = torch.full((), -1, device=device)  # first update since the last look whose loss was not finite
+    last_step, last_time, last_saved = step, time.monotonic(), step
+    model.train()
+    while step < updates:
+        rate = learning_rate * schedule(args, stage, step, updates, sampler.batches_per_epoch)
+        for group in optimizer.param_groups:
+            group["lr"].fill_(rate)
+        loss, logs = compiled_loss(sampler.next())
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        after_update(model)
+        first_bad = torch.where((first_bad < 0) & ~loss.isfinite(), step, first_bad)
+        for name, value in logs.items():
+            sums[name] = sums[name] + value if name in sums else value.clone()  # a CUDA graph reuses it
+        step += 1
+
+        save = step % args.checkpoint_every == 0 or step == updates or runs.stop_requested()
+        if step % args.log_every == 0 or save:
+            finite = torch.stack([parameter.isfinite().all() for parameter in model.parameters()]).all()
+            first_bad = torch.where((first_bad < 0) & ~finite, step - 1, first_bad)
+            *means, bad = torch.stack([*sums.values(), first_bad.float()]).tolist()  # the only wait for the device
+            if bad >= 0:
+                raise run.not_finite(stage, int(bad), sampler.episodes(int(bad)), last_saved)
+            count, now = step - last_step, time.monotonic()
+            values = {f"{stage}/{name}": mean / count for name, mean in zip(sums, means)}
+            values["lr"] = rate
+            values["perf/samples_per_s"] = count * sampler.batch_size / (now - last_time)
+            run.log(stage, step, values)
+            progress.update(count, f"loss {values[f'{stage}/loss']:.4f}")
+            sums, last_step, last_time = {}, step, now
+        if save and step < updates:
+            last_saved = step
+            path = run.save(stage, step, state())
+            if runs.stop_requested():
+                raise runs.Stopped(f"{stage} at update {step} of {updates} is in {path}; the same command goes on")
+    progress.close()
+    seconds = seconds_before + time.monotonic() - start
+    cost = {"seconds": seconds, "updates": updates, "samples_per_s": updates * sampler.batch_size / seconds}
+    cost["peak_memory_gib"] = runs.peak_memory_gib(device)
+    run.finish(
+        stage, updates, {"model": model.state_dict(), "probe": probe.state_dict() if probe else None, "cost": cost}
+    )
+    return cost
+
+
+def main(args: Args) -> None:
+    task = get_task(args.env)
+    runs.check_at_least(args, 0, "seed")
+    runs.check_at_least(args, 1, "batch_size", "latent_dim", "idm_scale", "policy_scale", "decoder_dim", "log_every")
+    runs.check_at_least(args, 1, "lam_updates", "policy_updates", "decoder_updates", "checkpoint_every")
+    runs.check_at_least(args, 1, "eval_episodes", "eval_steps", "eval_envs")
+    if args.eval_steps is not None and args.eval_steps > task.max_steps:
+        raise UserError(f"--eval-steps is {args.eval_steps}, but {task.name} ends after {task.max_steps} steps")
+    device = runs.choose_device(args.device)
+    render = "distractor" if args.distractors else "clean"
+    uses_masks = hasattr(args, "mask_source")
+    mask_source = args.mask_source if uses_masks else "gt"  # a method without masks shows the true ones in pictures
+    train_set = Dataset(args.data_dir, args.env, "train", render, mask_source)
+    test_set = Dataset(args.data_dir, args.env, "test", render, mask_source)
+    size, action_dim = train_set.image_size, train_set.action_dim
+    if test_set.image_size != size:
+        sizes = f"{size} pixels, those of {test_set.folder} {test_set.image_size}"
+        raise UserError(f"the frames of {train_set.folder} have {sizes}: make one of them again with make_dataset.py")
+    distractors = evaluation.held_out_distractors(test_set, task, args.clips_dir)
+    labelled = train_set.labelled(args.num_labels, args.seed)
+    variant = runs.variant_name(args, defaults([f"--env={args.env}", *(["--quick"] if args.quick else [])]))
+    identity = {"train_hash": train_set.hash, "test_hash": test_set.hash, "device_type": device.type}
+    identity["mask_hash"] = train_set.mask_hash + test_set.mask_hash if uses_masks else ""
+    run = runs.Run(args, Path(__file__).stem, variant, identity)
+    print(f"{run.script}: {run.dir} on {device}, {train_set.num_transitions:,} transitions for training")
+    result_path = run.dir / "result.json"
+    if result_path.exists():
+        remove_cached(run)
+        print(f"finished before; {result_path} has the result")
+        return
+
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")
+    policy = Encoder(3 * 3, args.policy_scale, size, args.latent_dim)
+    decoder = ActionDecoder(args.latent_dim, args.decoder_dim, action_dim)
+    probe, policy_probe = (nn.Linear(args.latent_dim, action_dim) for _ in range(2))
+    for module in (policy, decoder, probe, policy_probe):
+        module.apply(orthogonal_init).to(device, memory_format=torch.channels_last)
+    costs: dict[str, dict[str, float]] = {}
+
+    on_device = {"auto": "auto", "always": True, "never": False}[args.data_on_gpu]
+
+    # --- method: stages ---
+    # Stage 1: slots that follow objects, from the features of a frozen network.
+    weights = args.dino_checkpoint, args.dino_weights == "random"
+    features = Features(args.dino_model, *weights, args.dino_image_size, args.dino_cache, device)
+    slot_model = VideoSaur(args, features.patches, features.dim).apply(orthogonal_init).to(device)
+    model = LatentActionModel(args).apply(orthogonal_init).to(device)
+    untrained = copy.deepcopy(model).eval()  # the control of the probe
+    report_path, splits = run.dir / "slots.json", {"slots_train": train_set, "slots_test": test_set}
+    known = all((run.dir / name).exists() for name in ("slots.pt", "slots_train.npy", "slots_test.npy", "slots.json"))
+    sampler = None
+    if not known:  # else nothing needs the features any more
+        features.attach(train_set, test_set)
+        run.bind("dino_hash", features.settings["weights"])
+        sampler = features.sampler(train_set, args.batch_size, seed=args.seed, on_device=on_device)
+    stage = "slots", slot_model, slot_loss, sampler, args.slot_updates, args.slot_lr, args.slot_clip
+    costs["slots"] = train(run, args, *stage)
+    slot_model.eval()
+
+    # Stage 2: the slots of every frame, and the one from which a linear probe reads the actions best.
+    tables = {}
+    for name, dataset in splits.items():
+        tables[name], seconds = follow_split(run, name, slot_model.follow, features, dataset)
+        costs[name] = {"seconds": seconds}
+    if not known:
+        sampler.close()
+        scores = probe_slots(
+            tables["slots_train"][labelled], train_set, labelled, args.pca_components, args.probe_folds
+        )
+        selected = min(scores, key=lambda score: score["nmse"])["slot"]
+        index, attention = watch(slot_model.follow, features, test_set, episodes=16)
+        found = {"selected": selected, "probing": scores, "agent": agent_report(attention, test_set, index)}
+        shown = np.linspace(0, len(index) - 1, 8).astype(int)
+        frames = normalise(torch.from_numpy(test_set.frames(index[shown])))
+        named = {"o(t)": frames} | {
+            f"slot {slot}{'*' * (slot == selected)}": masked(frames, attention[shown, slot - 1])
+            for slot in range(1, args.num_slots + 1)
+        }
+        mask = unpack_masks(torch.from_numpy(test_set.masks(index[shown])), size, size)
+        title = f"{run.script}, {args.env}: held-out frames and what each slot attends to (* selected)"
+        pictures.rows(run.dir / "slots.png", named, mask, title)
+        runs.write_json(report_path, found | {"dino": features.settings, "dino_seconds": features.seconds})
+    report = json.loads(report_path.read_text())
+    parameters = sum(weight.numel() for weight in slot_model.parameters())
+    run.about["slots"], costs["dino"] = report | {"parameters": parameters}, {"seconds": report["dino_seconds"]}
+    drawn = [run.dir / "slots.png"]
+
+    # Stage 3: LAPO on the selected slot, which every batch carries from now on.
+    for name, dataset in splits.items():
+        attach_slot(dataset, tables[name], report["selected"], args.offset)
+    sampler = Sampler(
+        train_set, args.batch_size, max_offset=1, seed=args.seed, device=device, on_device=on_device, frames=False
+    )
+    updates = updates_for(args.lam_epochs, args.lam_updates, sampler)
+    costs["lam"] = train(run, args, "lam", model, lam_loss, sampler, updates, args.lam_lr, args.lam_clip, probe)
+    sampler.close()
+    model.eval()
+    # --- end method ---
+
+    # Latent policy: label every transition once, then clone the latent actions from the current frames.
+    windows = {"max_offset": 1, "masks": uses_masks, "indices": train_set.transitions}
+    labels, seconds = cached(
+        run, "labels", lambda batch: encode(model, batch, args), train_set, args.batch_size, device, **windows
+    )
+    costs["labels"] = {"seconds": seconds}
+    labels_here, transitions = labels.to(device), torch.from_numpy(train_set.transitions).to(device)
+
+    def policy_loss(policy: nn.Module, batch: Batch, args: Args) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        z = policy(normalise(batch.frames).flatten(1, 2))
+        return F.mse_loss(z.float(), labels_here[torch.searchsorted(transitions, batch.index)]), z, {}
+
+    sampler = Sampler(train_set, args.batch_size, max_offset=0, seed=args.seed, device=device, on_device=on_device)
+    updates = updates_for(args.policy_epochs, args.policy_updates, sampler)
+    stage = policy, policy_loss, sampler, updates, args.policy_lr, args.policy_clip, policy_probe
+    costs["bc"] = train(run, args, "bc", *stage)
+    sampler.close()
+    policy.eval()
+
+    # Action decoder: the policy is frozen, so its outputs on the labelled transitions are computed once.
+    def feature(batch: Batch) -> Tensor:
+        return policy(normalise(batch.frames).flatten(1, 2))
+
+    windows = {"max_offset": 0, "indices": labelled}
+    features, seconds = cached(run, "features", feature, train_set, args.batch_size, device, **windows)
+    costs["features"] = {"seconds": seconds}
+    actions = torch.from_numpy(train_set.action[labelled].clip(-1, 1))
+    rows = {"z": features.to(device), "action": actions.to(device)}
+
+    def decoder_loss(
+        decoder: nn.Module, batch: dict[str, Tensor], args: Args
+    ) -> tuple[Tensor, None, dict[str, Tensor]]:
+        return F.mse_loss(decoder(batch["z"]).float(), batch["action"]), None, {}
+
+    rows_sampler = TensorSampler(rows, args.batch_size, seed=args.seed, episode=train_set.episode_of_frame[labelled])
+    updates, clip = args.decoder_updates, args.decoder_clip
+    costs["decoder"] = train(run, args, "decoder", decoder, decoder_loss, rows_sampler, updates, args.decoder_lr, clip)
+    decoder.eval()
+
+    # Evaluation: the linear probe beside its untrained control, then the decoded policy on held-out backgrounds.
+    start = time.monotonic()
+
+    def latents(model: nn.Module, dataset: Dataset) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in sequential(dataset, args.batch_size, max_offset=1, device=device, masks=uses_masks):
+            if runs.stop_requested():
+                raise runs.Stopped("the evaluation starts over when the same command is repeated")
+            with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                z = encode(model, batch, args).float()
+            yield z, batch.action
+
+    known = zip(labels.split(65536), torch.from_numpy(train_set.action[train_set.transitions].clip(-1, 1)).split(65536))
+    probed = evaluation.nmse(known, latents(model, test_set), train_set.action_variance)
+    control = evaluation.nmse(latents(untrained, train_set), latents(untrained, test_set), train_set.action_variance)
+    costs["probe"] = {"seconds": time.monotonic() - start}
+
+    start = time.monotonic()
+
+    def act(frames: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            return decoder(policy(normalise(frames).flatten(1, 2)))
+
+    options = {"episodes": args.eval_episodes, "num_envs": args.eval_envs, "device": device, "image_size": size}
+    quality, steps = test_set.plan["quality"], args.eval_steps
+    rolled = evaluation.rollout(act, task, render, distractors, quality, max_steps=steps, **options)
+    costs["rollout"] = {"seconds": time.monotonic() - start}
+    metrics = evaluation.metrics(probed, control, rolled, evaluation.normalised_score(rolled, task, train_set))
+    run.log("eval", 0, {name: value for name, value in metrics.items() if value is not None})
+    drawn.append(pictures.curves(run.dir / "curves.png", run.read_metrics()))
+    episodes, counts = np.unique(train_set.episode_of_frame[labelled], return_counts=True)
+    networks = {"lam": model, "policy": policy, "decoder": decoder} | dict(model.named_children())
+    run.write_result(
+        metrics,
+        seconds={name: cost["seconds"] for name, cost in costs.items()},
+        stages=costs,
+        parameters={
+            name: sum(w.numel() for w in part.parameters() if w.requires_grad) for name, part in networks.items()
+        },
+        peak_memory_gib=max(cost.get("peak_memory_gib", 0) for cost in costs.values()),
+        nmse_per_dimension=probed["per_dimension"],
+        rollout=rolled,
+        labelled_transitions=len(labelled),
+        labelled_episodes=dict(zip(episodes.tolist(), counts.tolist())),  # episode: how many of its first transitions
+        dataset={split.split: split.summary() for split in (train_set, test_set)},
+        pictures=[str(path) for path in drawn],
+    )
+    remove_cached(run)
+    run.close()
+
+
+if __name__ == "__main__":
+    runs.cli(main, defaults)
