@@ -81,22 +81,32 @@ def cached_parts(
     values: np.ndarray | None = np.load(part, mmap_mode="r+") if first else None
     progress = runs.Progress(f"{run.script} {name}", rows, unit, done=done)
     last_saved = time.monotonic()
-    for number, out in enumerate(parts(first), first):
-        out = out.cpu().float().numpy().astype(dtype, copy=False)
-        if values is None:
-            values = np.lib.format.open_memmap(part, "w+", dtype, (rows, *out.shape[1:]))
-            with open(part, "r+b") as file:  # reserve the space now: a full disk under a memory map kills the process
-                os.posix_fallocate(file.fileno(), 0, part.stat().st_size)
-        values[done : done + len(out)] = out
-        done += len(out)
-        progress.update(len(out))
-        if runs.stop_requested() or time.monotonic() - last_saved > 60:
+
+    def save(made: int) -> None:
+        if values is not None:
             values.flush()
-            state = {"parts": number + 1, "rows": done, "seconds": earlier + time.monotonic() - start}
+            state = {"parts": made, "rows": done, "seconds": earlier + time.monotonic() - start}
             runs.write_json(progress_path, state)
-            last_saved = time.monotonic()
-            if runs.stop_requested() and number + 1 < count:
-                raise runs.Stopped(f"{name} at part {number + 1} of {count}; the same command goes on")
+
+    made = first
+    try:
+        for made, out in enumerate(parts(first), first + 1):
+            out = out.cpu().float().numpy().astype(dtype, copy=False)
+            if values is None:
+                values = np.lib.format.open_memmap(part, "w+", dtype, (rows, *out.shape[1:]))
+                with open(part, "r+b") as file:  # reserve it now: a full disk under a memory map kills the process
+                    os.posix_fallocate(file.fileno(), 0, part.stat().st_size)
+            values[done : done + len(out)] = out
+            done += len(out)
+            progress.update(len(out))
+            if runs.stop_requested() and made < count:
+                raise runs.Stopped(f"{name} at part {made} of {count}; the same command goes on")
+            if time.monotonic() - last_saved > 60:
+                save(made)
+                last_saved = time.monotonic()
+    except runs.Stopped:
+        save(made)
+        raise
     progress.close()
     values.flush()
     seconds = earlier + time.monotonic() - start

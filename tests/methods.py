@@ -11,21 +11,25 @@ from torch import nn
 
 from common.dataset import Dataset, Sampler
 
-SCRIPTS = ("lapo", "laom_labels", "laof", "masklam")
+SCRIPTS = ("lapo", "laom_labels", "laof", "lapo_slots", "masklam")
 CPU = torch.device("cpu")
-TINY = {"idm_scale": 1, "policy_scale": 1, "batch_size": 16, "latent_dim": 16}
+TINY = {"policy_scale": 1, "batch_size": 16, "latent_dim": 16}
 OWN: dict[str, dict[str, Any]] = {
-    "lapo": {"fdm_scale": 1},
-    "laom_labels": {"head_dim": 32, "num_labels": 40},
-    "laof": {"world_model_width": 4},
-    "masklam": {"fdm_scale": 1},
+    "lapo": {"idm_scale": 1, "fdm_scale": 1},
+    "laom_labels": {"idm_scale": 1, "head_dim": 32, "num_labels": 40},
+    "laof": {"idm_scale": 1, "world_model_width": 4},
+    "lapo_slots": {"slot_dim": 8, "renderer_dim": 16, "lam_dim": 32},
+    "masklam": {"idm_scale": 1, "fdm_scale": 1},
 }
 # The same as flags, for runs as a subprocess. LAOF gets flow of a small RAFT with random weights; see raft_checkpoint.
+# LAPO-Slots gets features of a small DINOv2 with random weights.
 FLAGS = {
-    "lapo": ["--fdm-scale", "1"],
-    "laom_labels": ["--head-dim", "32"],
-    "laof": "--world-model-width 4 --raft small --raft-iterations 2 --raft-checkpoint RAFT".split(),
-    "masklam": ["--fdm-scale", "1"],
+    "lapo": "--idm-scale 1 --fdm-scale 1".split(),
+    "laom_labels": "--idm-scale 1 --head-dim 32".split(),
+    "laof": "--idm-scale 1 --world-model-width 4 --raft small --raft-iterations 2 --raft-checkpoint RAFT".split(),
+    "lapo_slots": "--slot-updates 10 --slot-warmup 2 --slot-dim 16 --renderer-dim 32 --lam-dim 32".split()
+    + "--dino-model vit_small_patch14_dinov2 --dino-weights random --dino-image-size 42".split(),
+    "masklam": "--idm-scale 1 --fdm-scale 1".split(),
 }
 
 
@@ -53,6 +57,8 @@ def build(script: str, size: int = 32, seed: int = 0, action_dim: int = 6, **cha
     if script == "laom_labels":
         model = module.LatentActionModel(args, size, action_dim).apply(module.orthogonal_init)
         model.reset_target()
+    elif script == "lapo_slots":
+        model = module.LatentActionModel(args).apply(module.orthogonal_init)
     else:
         model = module.LatentActionModel(args, size).apply(module.orthogonal_init)
     return module, args, model
@@ -69,12 +75,26 @@ def attach_planted_flow(dataset: Dataset) -> None:
     dataset.attach("raft", [np.ascontiguousarray(part) for part in np.split(flow, cuts)], "planted")
 
 
+def attach_planted_slots(dataset: Dataset, args: Any) -> None:
+    """Slots of a planted set that depend on the state: the second is a random function of where the square is."""
+    from common.slots import attach_slot
+
+    rng = np.random.default_rng(0)
+    mixing = rng.standard_normal((dataset.state_dim, args.slot_dim))  # the same for every split
+    table = rng.standard_normal((dataset.num_frames, args.num_slots, args.slot_dim)).astype(np.float16)
+    table[:, 1] = np.tanh(2 / dataset.image_size * dataset.state @ mixing)
+    attach_slot(dataset, torch.from_numpy(table), 2, args.offset)
+
+
 def lam_sampler(script: str, args: Any, dataset: Dataset) -> Any:
     """The sampler of stage 1."""
     options: dict[str, Any] = {"max_offset": getattr(args, "max_offset", 1), "seed": args.seed, "device": CPU}
     if script == "laof":
         attach_planted_flow(dataset)
         return Sampler(dataset, args.batch_size, masks=True, extra="raft", **options)
+    if script == "lapo_slots":
+        attach_planted_slots(dataset, args)
+        return Sampler(dataset, args.batch_size, frames=False, **options)
     if script == "laom_labels":
         return importlib.import_module(script).labelled_sampler(dataset, args, device=CPU)
     return Sampler(dataset, args.batch_size, masks=True, **options)

@@ -19,7 +19,7 @@ import torch
 from common.dataset import Dataset
 
 ROOT = Path(__file__).parents[1]
-TINY = "--idm-scale 1 --policy-scale 1 --latent-dim 16 --batch-size 16 --num-labels 40 --log-every 1".split()
+TINY = "--policy-scale 1 --latent-dim 16 --batch-size 16 --num-labels 40 --log-every 1".split()
 TINY += "--checkpoint-every 3 --lam-updates 10 --policy-updates 10 --decoder-updates 40 --device cpu".split()
 TINY += "--eval-episodes 3 --eval-envs 1 --eval-steps 20".split()
 STAGES = ("lam", "bc", "decoder")
@@ -66,7 +66,7 @@ def until(process: subprocess.Popen, directory: Path, stage: str, step: int, tim
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
     found = {}
-    for stage in STAGES:
+    for stage in (*STAGES, "slots") if (directory / "slots.pt").exists() else STAGES:
         state = torch.load(directory / f"{stage}.pt", weights_only=True)
         for part in ("model", "probe"):
             found |= {f"{stage}.{part}.{name}": value for name, value in (state[part] or {}).items()}
@@ -95,15 +95,22 @@ def undisturbed_lapo(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
     return whole_run("lapo", data_dir, tmp_path_factory.mktemp("lapo"))
 
 
-@pytest.fixture(scope="module", params=["laom_labels", "laof"])
+@pytest.fixture(scope="module", params=["laom_labels", "laof", "lapo_slots"])
 def undisturbed_baseline(
     request: pytest.FixtureRequest, data_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path]:
     return whole_run(request.param, data_dir, tmp_path_factory.mktemp(request.param))
 
 
-# Pictures that a method has beside those of every method.
-PICTURES = {"laom_labels": {"augmentations.png"}, "laof": {"flow.png"}}
+# Pictures that a method draws, and what takes time beside the stages of every method.
+PICTURES = {
+    "lapo": {"world_model.png"},
+    "laom_labels": {"world_model.png", "augmentations.png"},
+    "laof": {"world_model.png", "flow.png"},
+    "lapo_slots": {"slots.png"},
+    "masklam": {"world_model.png"},
+}
+STAGE_COSTS = {"laof": {"flow"}, "lapo_slots": {"dino", "slots", "slots_train", "slots_test"}}
 
 
 def test_end_to_end(undisturbed, data_dir: Path) -> None:
@@ -124,12 +131,11 @@ def check_finished(script: str, directory: Path, data_dir: Path) -> None:
         "args.json",
         "metrics.jsonl",
         "result.json",
-        "world_model.png",
         "curves.png",
         "lam.pt",
         "bc.pt",
         "decoder.pt",
-        *PICTURES.get(script, ()),
+        *PICTURES[script],
     }
     assert not [name for name in files if ".part" in name or name.endswith(".npy")]
     assert not list((directory / "checkpoints").iterdir())
@@ -141,10 +147,8 @@ def check_finished(script: str, directory: Path, data_dir: Path) -> None:
     assert {Path(path).name for path in result["pictures"]} == {name for name in files if name.endswith(".png")}
     for name in ("eval/nmse", "eval/nmse_untrained", "eval/return", "eval/normalised_dataset"):
         assert isinstance(result["metrics"][name], float)
-    stages = {"lam", "labels", "bc", "features", "decoder", "probe", "rollout"} | (
-        {"flow"} if script == "laof" else set()
-    )
-    assert set(result["seconds"]) == stages
+    stages = {"lam", "labels", "bc", "features", "decoder", "probe", "rollout"}
+    assert set(result["seconds"]) == stages | STAGE_COSTS.get(script, set())
     if script == "laom_labels":  # the moving average moved, and is not the encoder
         model = torch.load(directory / "lam.pt", weights_only=True)["model"]
         pairs = [(value, model[name.replace("target", "encoder")]) for name, value in model.items() if "target" in name]
@@ -168,9 +172,11 @@ def test_killed_and_repeated_is_bit_identical(
 
 
 def test_baselines_killed_and_repeated_are_bit_identical(undisturbed_baseline, data_dir: Path, tmp_path: Path) -> None:
-    """One run killed four times: twice in stage 1 (moving average, random transformations), and in each later stage."""
+    """One run killed at least four times: twice in the latent action model's training (moving average, random
+    transformations), and in each other stage."""
     script, reference = undisturbed_baseline
-    for stage, step in (("lam", 5), ("lam", 8), ("bc", 7), ("decoder", 20)):
+    slots = [("slots", 5), ("slots", 10)] if script == "lapo_slots" else []  # in stage 1, and before or in stage 2
+    for stage, step in (*slots, ("lam", 5), ("lam", 8), ("bc", 7), ("decoder", 20)):
         kill(script, data_dir, tmp_path, stage, step)
     check_repeated(script, reference, data_dir, tmp_path)
 
@@ -206,6 +212,8 @@ def check_repeated(script: str, reference: Path, data_dir: Path, runs: Path) -> 
     assert losses(directory) == losses(reference)
     results = [json.loads((path / "result.json").read_text()) for path in (reference, directory)]
     assert results[0]["metrics"] == results[1]["metrics"]
+    found = [result.get("slots", {}) for result in results]
+    assert all(found[0].get(name) == found[1].get(name) for name in ("selected", "probing", "agent"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -11,7 +11,8 @@ METHODS = ("lapo.py", "laom_labels.py", "laof.py", "lapo_slots.py", "masklam.py"
 OTHER_SCRIPTS = ("make_dataset.py", "make_masks.py", "make_experts.py", "make_figures.py")
 REGIONS = ["about", "imports", "hyperparameters", "networks", "loss", "stages"]
 # Changed lines that `diff lapo.py <script>` may show.
-BUDGET = {"laof.py": 220, "laom_labels.py": 240, "masklam.py": 120}
+BUDGET = {"laof.py": 220, "laom_labels.py": 240, "lapo_slots.py": 400, "masklam.py": 120}
+LONGEST = {"lapo_slots.py": 740}  # lines; it has two stages more than the others
 
 START = re.compile(r"^ *# --- method: (.*) ---$")
 END = re.compile(r"^ *# --- end method ---$")
@@ -87,7 +88,7 @@ def test_every_script_is_in_a_group() -> None:
 @pytest.mark.parametrize("name", present())
 def test_scripts_stay_readable(name: str) -> None:
     text = (ROOT / name).read_text()
-    assert 350 <= len(text.splitlines()) <= 650
+    assert 350 <= len(text.splitlines()) <= LONGEST.get(name, 650)
     docstring = text.split('"""')[1]
     assert len(docstring.splitlines()) <= 12
     assert f"python {name}" in docstring
