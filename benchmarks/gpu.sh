@@ -8,8 +8,8 @@
 # official layout, EXPERT_DIR holds the LAOM experts. pip and apt-get need a network; SAM 2 is copied from the Python that
 # PYTHON names (python3).
 # run: makes cheetah-run data, trains LAPO and MaskLAM at the paper's network size on a short schedule and measures
-# throughput and SAM 2.1's frames/s (random weights); every step has a time limit, and a failure is noted. OUT_DIR (default runs/gpu) gets gpu.json, which is
-# written anew after every step, gpu.log and pictures.
+# throughput, SAM 2.1's frames/s and what LAPO-Slots' pieces cost (random weights); every step has a time limit, and a
+# failure is noted. OUT_DIR (default runs/gpu) gets gpu.json, which is written anew after every step, gpu.log and pictures.
 #
 # Environment of run: PYTHON (python3), GPU_SH_SECONDS (560: all steps together), GPU_SH_LAM_UPDATES (2000),
 # GPU_SH_TINY=1 (a test of this script: tiny sizes, on a CPU, synthetic backgrounds, no bundle needed).
@@ -19,7 +19,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 BUNDLE=.gpu_bundle
 MAX_MIB=60
 # Only for machines that lack one of them; there all are used.
-EXTRA=(h5py tqdm imageio safetensors matplotlib contourpy cycler kiwisolver pillow pyparsing python-dateutil six packaging)
+EXTRA=(h5py tqdm imageio safetensors matplotlib contourpy cycler kiwisolver pillow pyparsing python-dateutil six packaging timm==1.0.31)
 SAM_PACKAGES=(sam2 hydra omegaconf antlr4 iopath portalocker) # pure Python, mostly without wheels
 GL_PACKAGES=(libegl1 libglvnd0 libopengl0 libgl1 libglx0 libgles2)
 
@@ -155,7 +155,7 @@ for script in ("lapo", "masklam"):
             entry = json.loads(line)
             newest[entry["stage"]] = entry
         result[script] = {"complete": False, "newest_metrics": newest}
-for name in ("rendering", "sam", *(f"throughput_{name}" for name in ("lapo", "laom_labels", "laof", "masklam"))):
+for name in ("rendering", "sam", "slots_cost", *(f"throughput_{name}" for name in ("lapo", "laom_labels", "laof", "masklam"))):
     if (found := read(work / f"{name}.json")) is not None:
         result[name] = {key: value for key, value in found.items() if key not in ("versions", "machine", "commit")}
 runs.write_json(out / "gpu.json", result)
@@ -212,7 +212,7 @@ run() {
         site=$WORK/site
         mkdir "$site"
         tar xzf "$BUNDLE/simulators.tgz" -C "$site"
-        "$PYTHON" -c 'import h5py, imageio, matplotlib, safetensors, tqdm' 2>>"$OUT_DIR/gpu.log" ||
+        "$PYTHON" -c 'import h5py, imageio, matplotlib, safetensors, timm, tqdm' 2>>"$OUT_DIR/gpu.log" ||
             tar xzf "$BUNDLE/extra.tgz" -C "$site"
         "$PYTHON" -c 'import sam2' 2>>"$OUT_DIR/gpu.log" || tar xzf "$BUNDLE/sam.tgz" -C "$site"
         export PYTHONPATH=$PYTHONPATH:$site
@@ -239,6 +239,7 @@ run() {
     local sweep=(--sweep --stages lam bc --windows 3 --window-seconds 1.5)
     local stages=(--windows 3 --window-seconds 1.5)
     local segment=(--sizes 1024 512 --rows package 1 8 16 8c --memory-frames 1000)
+    local slots=(--clips 64 --frames 256 --seconds 5)
     local render=(--qualities full --kinds physics distractor both masks --windows 2 --window-seconds 1.5)
     if [ "$TINY" = 1 ]; then
         make=(--train-transitions 60 --test-transitions 20 --episode-length 20 --quality fast --render distractor
@@ -248,6 +249,7 @@ run() {
             --eval-episodes 1 --eval-envs 1 --eval-steps 3 --device cpu)
         sweep=(--quick --batch-size 4 --stages lam --windows 1 --window-seconds 0.01 --warmup 1 --device cpu)
         stages=("${sweep[@]}" --stages decoder)
+        slots=(--quick --device cpu --dino-image-size 28 --clips 1 --frames 1 --seconds 0.01)
         segment=(--sizes 128 --rows 1 2 --warmup 2 --frames 2 --memory-frames 3 --memory-size 128 --device cpu)
         render=(--qualities fast --kinds clean --windows 1 --window-seconds 0.01)
     fi
@@ -274,6 +276,7 @@ run() {
         step "throughput_$name" 60 "$PYTHON" -m benchmarks.throughput --script "$name" --env cheetah-run \
             --data-dir "$data" "${stages[@]}" --out "$WORK/throughput_$name.json"
     done
+    step slots_cost 60 "$PYTHON" -m benchmarks.slots_cost --env cheetah-run "${slots[@]}" --out "$WORK/slots_cost.json"
     echo "$OUT_DIR/gpu.json: $SECONDS s"
     cut -f1,2,3 "$WORK/steps.tsv"
 }

@@ -22,6 +22,7 @@ from common.errors import UserError
 # and the state that the next frames go on from.
 Follow = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
 CHUNK = 16  # frames of each episode per step
+AT_ONCE = {"cuda": 64, "cpu": 4}  # episodes side by side
 
 
 def _follow(follow: Follow, features: Features, dataset: Dataset, episodes: range) -> tuple[Tensor, Tensor]:
@@ -57,7 +58,7 @@ def follow_split(
 
     A killed computation goes on with the episodes that were not saved.
     """
-    at_once = 64 if features.device.type == "cuda" else 4
+    at_once = AT_ONCE[features.device.type]
 
     def parts(start: int) -> Iterator[Tensor]:
         for first in range(start * at_once, dataset.num_episodes, at_once):

@@ -229,7 +229,7 @@ def test_gpu_script_runs_at_tiny_size(tmp_path):
     result = json.loads((tmp_path / "gpu.json").read_text())
     steps = {name: step["status"] for name, step in result["steps"].items()}
     names = ["machine", "rendering", "dataset", "lapo", "masklam", "sam", "throughput_masklam"]
-    names += [f"throughput_{script}" for script in ("lapo", "laom_labels", "laof")]
+    names += [*(f"throughput_{script}" for script in ("lapo", "laom_labels", "laof")), "slots_cost"]
     assert steps == dict.fromkeys(names, "ok"), (tmp_path / "gpu.log").read_text()[-3000:]
     for script in ("lapo", "masklam"):
         assert result[script]["complete"]
@@ -239,6 +239,7 @@ def test_gpu_script_runs_at_tiny_size(tmp_path):
     for script in throughput.SCRIPTS:
         assert result[f"throughput_{script}"]["measurements"][0]["mfu"]["convolution"] > 0
     assert result["rendering"]["measurements"][0]["states_per_s"] > 0
+    assert all(piece["per_second"] > 0 for piece in result["slots_cost"]["pieces"].values())
     assert [row["frames_per_s"] > 0 for row in result["sam"]["rows"]] == [True, True]
     assert [point["frame"] for point in result["sam"]["memory"]["points"]] == [1, 3]
     assert result["machine"]["cores"] == os.cpu_count()
@@ -305,3 +306,27 @@ def test_flow_bleed_runs(tmp_path):
     planted.write(tmp_path / "moving", train=1, test=2)
     done = python("benchmarks.flow_bleed", "--data-dir", str(tmp_path / "moving"))
     assert done.returncode == 1 and "camera or colours move too" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_slots_cost_extrapolates_to_the_schedule_of_the_flags(tmp_path):
+    out = tmp_path / "cost.json"
+    flags = "--quick --env window-open --device cpu --dino-image-size 28 --clips 2 --frames 3 --seconds 0.01".split()
+    done = python("benchmarks.slots_cost", *flags, "--slot-updates", "100", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    check_about(result, "benchmarks.slots_cost")
+    units = {name: (piece["unit"], piece["units"]) for name, piece in result["pieces"].items()}
+    assert units == {
+        "features": ("frames", 7500),
+        "slot training": ("clips", 100 * 32),
+        "slots of every frame": ("frames", 7500),
+        "latent action model": ("transitions", 3000 * 32),
+    }
+    for name, piece in result["pieces"].items():
+        assert piece["gflops_per_unit"] > 0
+        assert f"{name} " in done.stdout
+        assert piece["hours"] == pytest.approx(piece["units"] / piece["per_second"] / 3600)
+    assert result["feature_bytes_per_frame"] == 2 * 4 * 2 * 384
+    assert result["features_gb"] == pytest.approx(7500 * 6144 / 1e9)
+    without = (7500 + 4 * 100 * 32) / result["pieces"]["features"]["per_second"] / 3600
+    assert result["feature_hours_without_cache"] == pytest.approx(without)

@@ -11,7 +11,7 @@ import tyro
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 COMMANDS = sorted(set(re.findall(r"^python (?:-m )?[^\n`#]+", README, re.M)))
-SCRIPTS = ("lapo", "laom_labels", "laof", "masklam")
+SCRIPTS = ("lapo", "laom_labels", "laof", "lapo_slots", "masklam")
 DEFAULTS = {"make_dataset": "default_args"} | dict.fromkeys(SCRIPTS, "defaults")
 
 
