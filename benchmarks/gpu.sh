@@ -54,7 +54,7 @@ pack() {
     (
         cd "$temporary/extra"
         rm -rf h5py/tests matplotlib/tests matplotlib/mpl-data/{sample_data,images,fonts/afm,fonts/pdfcorefonts}
-        rm -rf matplotlib/backends/web_backend matplotlib/mpl-data/fonts/ttf/{STIX,cm}*
+        rm -rf matplotlib/backends/web_backend matplotlib/mpl-data/fonts/ttf/{STIX,cm}* timm/data/_info
     )
     tar cf - -C "$temporary/extra" . | gzip -9 >"$new/extra.tgz"
 
