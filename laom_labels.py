@@ -84,7 +84,7 @@ class Args:
     decoder_dim: int = 256
     """action decoder: hidden units of its two layers"""
     num_labels: int = 128_000
-    """action decoder: labelled transitions, drawn by whole episodes"""
+    """labelled transitions, drawn by whole episodes"""
     probe_weight: float = 0.01
     """weight of the linear action probe that only watches: it sees z detached"""
     weight_decay: float = 0.01
@@ -100,7 +100,7 @@ class Args:
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """where to train; auto takes the GPU if there is one"""
     data_on_gpu: Literal["auto", "always", "never"] = "auto"
-    """keep the frames on the GPU; auto: if enough of its memory is left for training"""
+    """keep what batches hold on the GPU; auto: if enough of its memory is left for training"""
     compile: bool = torch.cuda.is_available()
     """torch.compile the update"""
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
@@ -470,9 +470,9 @@ def train(
 def main(args: Args) -> None:
     task = get_task(args.env)
     runs.check_at_least(args, 0, "seed")
-    runs.check_at_least(args, 1, "batch_size", "latent_dim", "idm_scale", "policy_scale", "decoder_dim", "log_every")
+    runs.check_at_least(args, 1, "batch_size", "latent_dim", "policy_scale", "decoder_dim", "log_every")
     runs.check_at_least(args, 1, "lam_updates", "policy_updates", "decoder_updates", "checkpoint_every")
-    runs.check_at_least(args, 1, "eval_episodes", "eval_steps", "eval_envs")
+    runs.check_at_least(args, 1, "eval_episodes", "eval_steps", "eval_envs", *({"idm_scale"} & vars(args).keys()))
     if args.eval_steps is not None and args.eval_steps > task.max_steps:
         raise UserError(f"--eval-steps is {args.eval_steps}, but {task.name} ends after {task.max_steps} steps")
     device = runs.choose_device(args.device)

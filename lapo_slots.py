@@ -36,7 +36,7 @@ from common.tasks import get_task
 # --- method: imports ---
 import json
 from common.dino import Features
-from common.slots import agent_report, attach_slot, follow_split, masked, probe_slots, watch
+from common.slots import agent_report, attach_slot, check_labelled, follow_split, masked, probe_slots, watch
 # --- end method ---
 
 
@@ -85,7 +85,7 @@ class Args:
     decoder_dim: int = 256
     """action decoder: hidden units of its two layers"""
     num_labels: int = 128_000
-    """action decoder: labelled transitions, drawn by whole episodes"""
+    """labelled transitions, drawn by whole episodes"""
     probe_weight: float = 0.01
     """weight of the linear action probe that only watches: it sees z detached"""
     weight_decay: float = 0.01
@@ -101,7 +101,7 @@ class Args:
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """where to train; auto takes the GPU if there is one"""
     data_on_gpu: Literal["auto", "always", "never"] = "auto"
-    """keep the frames on the GPU; auto: if enough of its memory is left for training"""
+    """keep what batches hold on the GPU; auto: if enough of its memory is left for training"""
     compile: bool = torch.cuda.is_available()
     """torch.compile the update"""
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
@@ -142,7 +142,7 @@ class Args:
     dino_checkpoint: Path | None = None
     """its weights, as timm or DINOv2's authors save them; None: features that are there, or the Hugging Face hub's"""
     dino_image_size: int = 224
-    """frames are enlarged to this height and width for it; a multiple of its patches' 14 pixels"""
+    """height and width of the frames for it; a multiple of its patches' 14 pixels"""
     dino_cache: bool = True
     """keep the features beside the shards if the disk has room; --no-dino-cache computes them whenever needed"""
     pca_components: int = 32
@@ -162,6 +162,7 @@ class Args:
         runs.check_at_least(self, 1, "slot_updates", "slot_iterations", "renderer_dim", "pca_components", "offset")
         runs.check_at_least(self, 1, "lam_dim", "lam_blocks")
         runs.check_at_least(self, 2, "num_slots", "probe_folds")
+        runs.check_at_least(self, 0, "slot_warmup", "slot_clip", "lam_clip")
         if self.slot_dim < 4 or self.slot_dim % 4 or self.similarity_temperature <= 0:
             raise UserError("--slot-dim must be a multiple of 4, --similarity-temperature above 0")
 
@@ -547,9 +548,9 @@ def train(
 def main(args: Args) -> None:
     task = get_task(args.env)
     runs.check_at_least(args, 0, "seed")
-    runs.check_at_least(args, 1, "batch_size", "latent_dim", "idm_scale", "policy_scale", "decoder_dim", "log_every")
+    runs.check_at_least(args, 1, "batch_size", "latent_dim", "policy_scale", "decoder_dim", "log_every")
     runs.check_at_least(args, 1, "lam_updates", "policy_updates", "decoder_updates", "checkpoint_every")
-    runs.check_at_least(args, 1, "eval_episodes", "eval_steps", "eval_envs")
+    runs.check_at_least(args, 1, "eval_episodes", "eval_steps", "eval_envs", *({"idm_scale"} & vars(args).keys()))
     if args.eval_steps is not None and args.eval_steps > task.max_steps:
         raise UserError(f"--eval-steps is {args.eval_steps}, but {task.name} ends after {task.max_steps} steps")
     device = runs.choose_device(args.device)
@@ -588,6 +589,7 @@ def main(args: Args) -> None:
 
     # --- method: stages ---
     # Stage 1: slots that follow objects, from the features of a frozen network.
+    check_labelled(train_set, labelled)
     weights = args.dino_checkpoint, args.dino_weights == "random"
     features = Features(args.dino_model, *weights, args.dino_image_size, args.dino_cache, device)
     slot_model = VideoSaur(args, features.patches, features.dim).apply(orthogonal_init).to(device)
@@ -611,6 +613,7 @@ def main(args: Args) -> None:
         costs[name] = {"seconds": seconds}
     if not known:
         sampler.close()
+        train_set.release()
         scores = probe_slots(
             tables["slots_train"][labelled], train_set, labelled, args.pca_components, args.probe_folds
         )
@@ -632,12 +635,10 @@ def main(args: Args) -> None:
     run.about["slots"], costs["dino"] = report | {"parameters": parameters}, {"seconds": report["dino_seconds"]}
     drawn = [run.dir / "slots.png"]
 
-    # Stage 3: LAPO on the selected slot, which every batch carries from now on.
+    # Stage 3: LAPO on the selected slot, which transitions carry instead of frames from now on.
     for name, dataset in splits.items():
         attach_slot(dataset, tables[name], report["selected"], args.offset)
-    sampler = Sampler(
-        train_set, args.batch_size, max_offset=1, seed=args.seed, device=device, on_device=on_device, frames=False
-    )
+    sampler = Sampler(train_set, args.batch_size, max_offset=1, seed=args.seed, device=device, on_device=on_device)
     updates = updates_for(args.lam_epochs, args.lam_updates, sampler)
     costs["lam"] = train(run, args, "lam", model, lam_loss, sampler, updates, args.lam_lr, args.lam_clip, probe)
     sampler.close()

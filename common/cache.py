@@ -74,7 +74,7 @@ def cached_parts(
     saved = json.loads(progress_path.read_text()) if progress_path.exists() else {}
     if path.exists():
         run.passed.add(name)
-        return torch.from_numpy(np.load(path, mmap_mode="c")), saved["seconds"]
+        return torch.from_numpy(np.load(path, mmap_mode="c")), saved.get("seconds", 0.0)
     first = done = 0
     if part.exists() and "rows" in saved:
         first, done, earlier = saved["parts"], saved["rows"], saved["seconds"]
@@ -200,25 +200,25 @@ def attach_per_frame(
             shown = [torch.from_numpy(frames[index]).to(device)]
             if pairs:
                 shown.append(torch.from_numpy(frames[np.minimum(index + 1, shard.frames - 1)]).to(device))
-            rows = function(*shown).cpu().numpy()
+            out = function(*shown)
             if pairs:
-                rows[np.isin(index, ends)] = 0
-            if not np.isfinite(rows).all():
+                last = torch.from_numpy(np.isin(index, ends)).to(device)
+                out = out.masked_fill(last.view(-1, *[1] * (out.dim() - 1)), 0)
+            if not out.isfinite().all():
                 raise UserError(
                     f"{shard.path}: what is computed from it is not finite; the weights may be damaged ({settings})"
                 )
-            progress.update(len(rows))
-            yield name, first, rows
+            progress.update(len(out))
+            yield name, first, out.cpu().numpy()
             if runs.stop_requested():
                 raise runs.Stopped(
                     f"the complete files in {dataset.folder} stay; the same command goes on with the next one"
                 )
 
-    def copy(old: Sidecar) -> Iterator[tuple[str, int, np.ndarray]]:
-        for key in old.datasets:
-            rows = old.array(key)
-            for first in range(0, len(rows), COPY_CHUNK):
-                yield key, first, rows[first : first + COPY_CHUNK]
+    def copy(old: Sidecar, key: str) -> Iterator[tuple[str, int, np.ndarray]]:
+        rows = old.array(key)
+        for first in range(0, len(rows), COPY_CHUNK):
+            yield key, first, rows[first : first + COPY_CHUNK]
 
     while todo:
         if function is None:
@@ -242,12 +242,15 @@ def attach_per_frame(
                     if old is not None and name in old.datasets:  # another process was faster
                         continue
                     schema = {key: kind[:2] for key, kind in old.datasets.items()} if old is not None else {}
-                    kept = copy(old) if old is not None else iter(())
-                    pieces = compute(writer.shard)
-                    first = next(pieces)  # tells the kind of a row
+                    parts = {key: copy(old, key) for key in schema}
+                    attributes = {f"{key}_hash": str(old.attributes[f"{key}_hash"]) for key in schema}
+                    attributes["settings"] = json.dumps(settings, sort_keys=True)
+                    rest = compute(writer.shard)
+                    first = next(rest)  # tells the kind of a row
                     schema[name] = first[2].dtype, (writer.shard.frames, *first[2].shape[1:])
-                    described = json.dumps(settings, sort_keys=True)
-                    writer.stream(schema, itertools.chain(kept, [first], pieces), hash_each=True, settings=described)
+                    parts[name] = itertools.chain([first], rest)
+                    pieces = itertools.chain.from_iterable(parts[key] for key in sorted(parts))
+                    writer.stream(schema, pieces, **attributes)
                     made.add(number)
             except ShardTaken:
                 continue

@@ -79,7 +79,7 @@ class Dataset:
         self._masks = None if mask_source is None else self._open_masks(mask_source)
         self._extra: dict[str, list[np.ndarray]] = {}
         self._offsets: dict[str, np.ndarray | None] = {}
-        self.carried: str | None = None  # what of it every batch carries that asks for nothing else
+        self.carried: str | None = None  # what of it windows of transitions carry instead of frames
         self.extra_hash: dict[str, str] = {}
         self.extra_settings: dict[str, dict[str, Any]] = {}
         self._resident: dict[tuple[str, torch.device], torch.Tensor] = {}
@@ -403,6 +403,8 @@ class Dataset:
     def release(self) -> None:
         """Free what `resident` put on a device."""
         self._resident.clear()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # `_fits` asks the driver
 
     def _fits(self, device: torch.device, kinds: list[str]) -> bool:
         """True if the kinds are on the GPU already or leave enough of its free memory for training."""
@@ -559,7 +561,8 @@ class Sampler:
     The order of an epoch and the offsets k of a batch come from (seed, epoch, batch) alone, so `start=position`
     continues exactly. A batch is sorted by frame. k is uniform in {1..min(max_offset, frames left)}.
 
-    extra: what attached to the dataset the batches carry; None: `dataset.carried`. frames: False leaves them out.
+    extra: what attached to the dataset the batches carry. frames: False leaves them out. Windows of transitions
+    (max_offset above 0) carry `dataset.carried` instead of frames, if it is set and `extra` is not.
     on_device: keep the whole set on the device ("auto": on a GPU, if enough memory is left for training); otherwise a
     thread gathers one batch ahead from memory-mapped shards. Raises UserError if the set is smaller than a batch.
     """
@@ -580,8 +583,9 @@ class Sampler:
         on_device: Literal["auto"] | bool = "auto",
     ):
         self.dataset, self.batch_size, self.max_offset, self.seed = dataset, batch_size, max_offset, seed
-        self.device, self.masks, self.frames = torch.device(device), masks, frames
-        self.extra = extra = extra or dataset.carried
+        if extra is None and max_offset and dataset.carried:
+            extra, frames = dataset.carried, False
+        self.device, self.masks, self.frames, self.extra = torch.device(device), masks, frames, extra
         self.indices = _check_indices(dataset, indices, max_offset)
         self.batches_per_epoch = len(self.indices) // batch_size
         if not self.batches_per_epoch:
@@ -740,19 +744,22 @@ def sequential(
 ) -> Iterator[Batch]:
     """Batches in the order of `indices` (default: all transitions), the last one smaller, from batch `start` on.
 
+    Windows of transitions carry `dataset.carried` instead of frames, if it is set, as with a Sampler.
     Reads from the device if a Sampler put the set there, else from the memory-mapped shards, one batch ahead.
     """
     if max_offset not in (0, 1):
         raise ValueError("max_offset must be 0 or 1")
-    device, extra = torch.device(device), extra or dataset.carried
+    device, frames = torch.device(device), True
+    if extra is None and max_offset and dataset.carried:
+        extra, frames = dataset.carried, False
     indices = _check_indices(dataset, indices, max_offset)
-    kinds = ["frames"] + ["masks"] * masks + [extra] * bool(extra)
+    kinds = ["frames"] * frames + ["masks"] * masks + [extra] * bool(extra)
     on_device = all((kind, device) in dataset._resident for kind in kinds)
 
     def load(position: int) -> Batch:
         t = indices[position * batch_size : (position + 1) * batch_size]
         window = window_index(dataset, t, max_offset=max_offset)
-        return _load(dataset, t, window, device, masks, on_device, [position], buffers, extra)
+        return _load(dataset, t, window, device, masks, on_device, [position], buffers, extra, frames)
 
     buffers = _Buffers()
     stop = -(-len(indices) // batch_size)

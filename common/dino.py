@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from common.cache import attach_per_frame
 from common.dataset import Batch, Dataset, Sampler
 from common.errors import UserError
-from common.shards import DamagedShard, Shard, read_sidecar, sidecar_path
+from common.shards import DamagedShard, Shard, read_sidecar, remove_stale_parts, sidecar_path
 
 CLIP = (-2, -1, 0, 1)  # frames of a clip relative to t: a window of `Sampler` with max_offset=1
 
@@ -44,7 +44,9 @@ class Dino(nn.Module):
     def forward(self, frames: Tensor) -> Tensor:
         shape = frames.shape[:-3]
         size = (self.image_size, self.image_size)
-        image = F.interpolate(frames.flatten(0, -4).movedim(-1, 1).float() / 255, size=size, mode="bilinear")
+        smaller = self.image_size < frames.shape[-2]
+        image = frames.flatten(0, -4).movedim(-1, 1).float() / 255
+        image = F.interpolate(image, size=size, mode="bilinear", antialias=smaller)
         with torch.autocast(image.device.type, torch.bfloat16, enabled=image.device.type == "cuda"):
             tokens = self.vit.forward_intermediates(
                 (image - self.mean) / self.std, indices=1, norm=False, output_fmt="NLC", intermediates_only=True
@@ -68,7 +70,7 @@ def load_dino(name: str, checkpoint: Path | None, random: bool, image_size: int,
     else:
         options["pretrained"] = not random
     with torch.random.fork_rng(devices=[]):  # the run's random numbers stay the same
-        torch.manual_seed(0)
+        torch.random.default_generator.manual_seed(0)  # not those of the GPU
         try:
             vit = timm.create_model(name, **options)
         except (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
@@ -81,9 +83,12 @@ def load_dino(name: str, checkpoint: Path | None, random: bool, image_size: int,
                 f"{name}'s weights cannot be downloaded ({reason}); get them on another machine, from the Hugging Face "
                 f"hub (timm/{name}) or DINOv2's authors, and name the file: --dino-checkpoint FILE"
             ) from error
-    if not (hasattr(vit, "blocks") and hasattr(vit, "num_prefix_tokens")):
-        raise UserError(f"--dino-model {name}: not a Vision Transformer such as vit_base_patch14_dinov2.lvd142m")
-    return Dino(vit, image_size).to(device)
+    try:
+        network = Dino(vit, image_size)
+        network(torch.zeros(1, 8, 8, 3, dtype=torch.uint8))  # some have no blocks, or keep the keys elsewhere
+    except (AttributeError, IndexError, TypeError, RuntimeError) as error:
+        raise UserError(f"--dino-model {name}: not a network such as vit_base_patch14_dinov2.lvd142m") from error
+    return network.to(device)
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -175,8 +180,12 @@ class Features:
         Says beforehand how much disk and time it takes. Raises UserError for files of other settings.
         """
         if self.cache:
-            frames = sum(s.frames for d in datasets for s in d.shards if not _has_features(s, d.render))
-            free = shutil.disk_usage(datasets[0].folder).free
+            for dataset in datasets:
+                remove_stale_parts(dataset.folder)  # of a killed run, as large as a whole file
+            missing = [shard for d in datasets for shard in d.shards if not _has_features(shard, d.render)]
+            frames, free = sum(shard.frames for shard in missing), shutil.disk_usage(datasets[0].folder).free
+            files = [path for shard in missing if (path := sidecar_path(shard.path, "dino")).exists()]
+            twice = max((path.stat().st_size for path in files), default=0)  # while the other render is copied
             if frames:
                 rate = self.measure(datasets[0])
                 needed = f"{frames * self.frame_bytes / 1e9:,.1f} GB"
@@ -185,7 +194,7 @@ class Features:
                     f"about {frames / rate / 3600:,.2f} hours at {rate:,.1f} frames/s",
                     flush=True,
                 )
-            if frames * self.frame_bytes > free * 0.95:
+            if frames * self.frame_bytes + twice > free * 0.95:
                 print("that does not fit: the features are computed whenever they are needed", flush=True)
                 self.cache = False
         if not self.cache:
@@ -203,12 +212,12 @@ class Features:
         self._dino = None  # what it gives lies in the files now
 
     def measure(self, dataset: Dataset) -> float:
-        """Frames per second of the network on `device`, measured on a few of a data set's."""
+        """Frames per second of the network and of the hash of its output, measured on a few of a data set's."""
         count = 64 if self.device.type == "cuda" else 8
         frames = torch.from_numpy(dataset.frames(np.arange(min(count, dataset.num_frames)))).to(self.device)
         self.dino(frames)
         start = time.perf_counter()
-        self.dino(frames).cpu()
+        hashlib.sha256(self.dino(frames).cpu().numpy().data)
         return len(frames) / (time.perf_counter() - start)
 
     def of(self, dataset: Dataset, index: np.ndarray) -> Tensor:

@@ -248,9 +248,9 @@ RUNTIME_FIELDS = frozenset(
 
 
 def check_at_least(args: Any, least: int, *names: str) -> None:
-    """Raises UserError for a field that is given and below `least`; not every method has every field."""
+    """Raises UserError for a field that is given and below `least`."""
     for name in names:
-        value = getattr(args, name, None)
+        value = getattr(args, name)
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} is {value}, must be at least {least}")
 

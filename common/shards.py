@@ -353,31 +353,42 @@ class SidecarWriter:
     def write(self, arrays: dict[str, np.ndarray], **attributes: str | int | float) -> Path:
         """Make the file appear. arrays: dataset name -> array; its first axis is the shard's frames or episodes."""
         schema = {key: (array.dtype, array.shape) for key, array in arrays.items()}
-        return self.stream(schema, ((key, 0, array) for key, array in arrays.items()), **attributes)
+        return self.stream(schema, ((key, 0, arrays[key]) for key in sorted(arrays)), **attributes)
 
     def stream(
         self,
         schema: dict[str, tuple[Any, tuple[int, ...]]],
         pieces: Iterable[tuple[str, int, np.ndarray]],
-        hash_each: bool = False,
         **attributes: str | int | float,
     ) -> Path:
-        """As `write`, for arrays that need not fit in memory. The space is reserved before a piece is asked for.
+        """As `write`, for arrays that need not fit in memory.
 
-        schema: dataset name -> (dtype, shape). pieces: (dataset, number of the first row, rows), which together cover
-        everything. hash_each: also store the hash of each dataset, as attribute <dataset>_hash.
+        schema: dataset name -> (dtype, shape). pieces: (dataset, number of the first row, rows), the datasets in
+        alphabetical order, each from its first row to its last. Space for everything is reserved before they are asked
+        for. The hash of each dataset alone is stored as attribute <dataset>_hash, unless `attributes` has it.
         """
         with _FullDisk(self.path):
-            ordered = {key: schema[key] for key in sorted(schema)}
+            ordered = {key: (np.dtype(schema[key][0]), tuple(schema[key][1])) for key in sorted(schema)}
             offsets = _lay_out(self._part, self._claim, ordered, spare=1 << 16)
+            expected = [(key, int(np.prod(shape)) * dtype.itemsize) for key, (dtype, shape) in ordered.items()]
+            whole, each = hashlib.sha256(), {}
             for key, first, rows in pieces:
-                dtype, shape = schema[key]
-                _write(self._claim, offsets[key] + first * np.dtype(dtype).itemsize * int(np.prod(shape[1:])), rows)
-            buffer = mmap.mmap(self._claim, 0, access=mmap.ACCESS_READ)
-            arrays = {key: map_array(buffer, *ordered[key], offsets[key]) for key in ordered}
-            attributes["content_hash"] = sidecar_hash(arrays)
-            if hash_each:
-                attributes |= {f"{key}_hash": sidecar_hash({key: array}) for key, array in arrays.items()}
+                rows = np.ascontiguousarray(rows)
+                row = ordered[key][0].itemsize * int(np.prod(ordered[key][1][1:]))
+                written, total = each.setdefault(key, [hashlib.sha256(), 0])[1], dict(expected)[key]
+                if list(each) != list(ordered)[: len(each)] or first * row != written or written + rows.nbytes > total:
+                    raise ValueError(f"{self.path}: rows of {key} from {first} on are not the next ones")
+                _write(self._claim, offsets[key] + written, rows)
+                whole.update(rows.data)
+                if len(ordered) > 1 and f"{key}_hash" not in attributes:  # else the hash of all is its hash
+                    each[key][0].update(rows.data)
+                each[key][1] += rows.nbytes
+            if [(key, written) for key, (_, written) in each.items()] != expected:
+                raise ValueError(f"{self.path}: rows are missing")
+            attributes["content_hash"] = _described_hash(ordered, whole.digest())
+            for key, kind in ordered.items():
+                own = (each[key][0] if len(ordered) > 1 else whole).digest()
+                attributes.setdefault(f"{key}_hash", _described_hash({key: kind}, own))
             with _open_file(self._part, "r+") as file:
                 for key, value in sorted(attributes.items()):
                     file.attrs[key] = value
@@ -404,10 +415,15 @@ def sidecar_path(shard: Path, name: str) -> Path:
 
 
 def sidecar_hash(arrays: dict[str, np.ndarray]) -> str:
-    shapes = {name: [str(array.dtype), list(array.shape)] for name, array in arrays.items()}
-    digest = hashlib.sha256(json.dumps(shapes, sort_keys=True).encode())
-    digest.update(_episode_digest(arrays))
-    return digest.hexdigest()
+    return _described_hash(
+        {name: (array.dtype, array.shape) for name, array in arrays.items()}, _episode_digest(arrays)
+    )
+
+
+def _described_hash(schema: dict[str, tuple[Any, tuple[int, ...]]], digest: bytes) -> str:
+    """SHA-256 of names, types and shapes, and of the digest of all bytes in alphabetical order of the names."""
+    shapes = {name: [str(np.dtype(dtype)), list(shape)] for name, (dtype, shape) in schema.items()}
+    return hashlib.sha256(json.dumps(shapes, sort_keys=True).encode() + digest).hexdigest()
 
 
 # -------------------------------------------------------------------------------------------------------------- reading

@@ -76,7 +76,9 @@ def watch(follow: Follow, features: Features, dataset: Dataset, episodes: int) -
 
 
 def attach_slot(dataset: Dataset, slots: Tensor, selected: int, offset: int) -> None:
-    """Makes every batch of a split carry one slot at t and at t + offset, or the episode's end: float16 (B, 2, D).
+    """Makes a split's windows of transitions carry one slot instead of frames: float16 (B, 2, D).
+
+    It is the slot at t and at t + offset, or the last frame of the episode.
 
     slots: of every frame, (frames, K, D). selected: counted from 1.
     """
@@ -85,6 +87,15 @@ def attach_slot(dataset: Dataset, slots: Tensor, selected: int, offset: int) -> 
     digest = hashlib.sha256(table.data).hexdigest()
     dataset.attach("slots", np.split(table, cuts), digest, {"slot": selected}, offsets=(0, offset))
     dataset.carried = "slots"
+
+
+def check_labelled(dataset: Dataset, labelled: np.ndarray) -> None:
+    """Raises UserError if the labelled transitions are too few for slot probing, which holds out whole episodes."""
+    if len(np.unique(dataset.episode_of_frame[labelled])) < 2:
+        raise UserError(
+            f"{len(labelled):,} labelled transitions are of one episode, and slot probing compares at least two; raise "
+            "--num-labels"
+        )
 
 
 def probe_slots(
@@ -107,19 +118,16 @@ def probe_slots(
     from sklearn.pipeline import make_pipeline
 
     actions = np.clip(dataset.action[labelled].astype(np.float64), -1, 1)
+    check_labelled(dataset, labelled)
     episode = dataset.episode_of_frame[labelled]
     groups = len(np.unique(episode))
-    if groups < 2:
-        raise UserError(
-            f"{len(labelled):,} labelled transitions are of one episode, and slot probing compares at least two; raise "
-            "--num-labels"
-        )
     split = GroupKFold(min(folds, groups))
     parts = [test for _, test in split.split(actions, groups=episode)]
     smallest = len(actions) - max(map(len, parts))
     variance, table = actions.var(0).mean(), []
     for slot, values in enumerate(slots.float().numpy().transpose(1, 0, 2), 1):
-        probe = make_pipeline(PCA(min(components, values.shape[1], smallest)), LinearRegression())
+        pca = PCA(min(components, values.shape[1], smallest), svd_solver="covariance_eigh")  # no random numbers
+        probe = make_pipeline(pca, LinearRegression())
         error = (cross_val_predict(probe, values, actions, groups=episode, cv=split) - actions) ** 2 / variance
         each = [float(error[part].mean()) for part in parts]
         table.append({"slot": slot, "nmse": float(error.mean()), "nmse_per_fold": each})

@@ -94,7 +94,7 @@ def lam_sampler(script: str, args: Any, dataset: Dataset) -> Any:
         return Sampler(dataset, args.batch_size, masks=True, extra="raft", **options)
     if script == "lapo_slots":
         attach_planted_slots(dataset, args)
-        return Sampler(dataset, args.batch_size, frames=False, **options)
+        return Sampler(dataset, args.batch_size, **options)
     if script == "laom_labels":
         return importlib.import_module(script).labelled_sampler(dataset, args, device=CPU)
     return Sampler(dataset, args.batch_size, masks=True, **options)

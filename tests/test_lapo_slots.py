@@ -18,7 +18,7 @@ from common.cache import cached_parts
 from common.dataset import Dataset, sequential
 from common.dino import Features, load_dino, weights_hash
 from common.errors import UserError
-from common.shards import read_sidecar, sidecar_path
+from common.shards import SidecarWriter, read_sidecar, sidecar_hash, sidecar_path, verify_sidecar
 
 VIT = "vit_small_patch14_dinov2"
 GOLDEN = Path(__file__).with_name("golden_losses.json")
@@ -205,6 +205,9 @@ def test_rows_around_t_stay_in_the_episode(tmp_path: Path) -> None:
                 assert np.array_equal(found, np.stack(expected))
                 seen += 1
         assert seen == data.num_transitions
+    assert next(sequential(data, 4, max_offset=1, device=CPU)).frames is None  # carried instead of frames
+    stack = next(sequential(data, 4, max_offset=0, device=CPU))
+    assert stack.extra is None and stack.frames.shape[:2] == (4, 3)  # what a policy sees
     clip = sequential(data, 64, max_offset=1, device=CPU, extra="clip")
     table = {tuple(row.tolist()): i for i, row in enumerate(rows)}
     for batch in clip:  # the clip's rows belong to the window's frames
@@ -253,6 +256,30 @@ def test_random_weights_are_always_the_same_and_leave_the_runs_random_numbers(ca
     assert "random weights" in capsys.readouterr().out
 
 
+def test_files_in_pieces_are_whole_or_refused(planted_dir: Path) -> None:
+    """Pieces give the file, and the hashes, of arrays written at once; rows that are missing or in disorder do not."""
+    path, rng = planted_dir / "cheetah-run/train/00000.h5", np.random.default_rng(0)
+    arrays = {"b": rng.random((84, 3)), "a": rng.random((84, 2, 2)).astype(np.float16)}
+    schema = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+    pieces = [(name, first, arrays[name][first : first + 30]) for name in ("a", "b") for first in (0, 30, 60)]
+    written = []
+    for number in range(2):
+        with SidecarWriter(path, "pieces") as writer:
+            made = writer.write(arrays) if number else writer.stream(schema, pieces)
+        file = read_sidecar(made, writer.shard)
+        assert all(np.array_equal(file.array(name), array) for name, array in arrays.items())
+        assert file.attributes["content_hash"] == sidecar_hash(arrays)
+        assert all(file.attributes[f"{name}_hash"] == sidecar_hash({name: array}) for name, array in arrays.items())
+        verify_sidecar(made, writer.shard)
+        written.append(made.read_bytes())
+        made.unlink()
+    assert written[0] == written[1]
+    for wrong in (pieces[1:], pieces[:-1], [*pieces[3:], *pieces[:3]], [*pieces, pieces[-1]]):
+        with SidecarWriter(path, "pieces") as writer, pytest.raises(ValueError, match="rows"):
+            writer.stream(schema, wrong)
+        assert not list(path.parent.glob("*pieces*"))
+
+
 def test_checkpoints(tmp_path: Path) -> None:
     """Files of timm and of DINOv2's authors, whose positions are for 518 pixels; errors name the file."""
     import safetensors.torch
@@ -281,9 +308,9 @@ def test_checkpoints(tmp_path: Path) -> None:
 
 
 def test_names_and_sizes_that_do_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("vit_nothing", "resnet18"):
+    for name in ("vit_nothing", "resnet18", "beit_base_patch16_224"):
         with pytest.raises(UserError, match=f"--dino-model {name}"):
-            features_of(name=name)
+            assert features_of(name=name, image_size=224).dino
     with pytest.raises(UserError, match="--dino-image-size is 30, must be a multiple of 14"):
         features_of(image_size=30)
     with pytest.raises(UserError, match="exclude each other"):
@@ -352,13 +379,15 @@ def test_files_hold_what_is_computed_on_the_fly(
 
 
 def test_the_disk_decides(planted_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """Without room for all features none is written."""
+    """Without room for all features none is written, and what a killed run left is removed."""
     dataset = Dataset(planted_dir, "cheetah-run", "train")
+    left = dataset.folder / "00000.dino.h5.part"
+    left.write_bytes(b"half a file")
     monkeypatch.setattr(dino.shutil, "disk_usage", lambda path: SimpleNamespace(free=84 * 4 * 768 * 2))
     features = features_of()
     features.attach(dataset)
     assert "that does not fit" in capsys.readouterr().out and not features.cache
-    assert not list(dataset.folder.glob("*.dino.h5")) and len(features.settings["weights"]) == 64
+    assert not list(dataset.folder.glob("*.dino.h5*")) and len(features.settings["weights"]) == 64
     assert features.of(dataset, np.array([3])).shape == (1, 4, 768)
 
 
@@ -465,6 +494,10 @@ def test_probing_finds_the_slot_that_knows_the_action(tmp_path: Path) -> None:
     assert len(scores[1]["nmse_per_fold"]) == 5 and np.mean(scores[1]["nmse_per_fold"]) == pytest.approx(
         by_hand, rel=1e-3
     )
+    wide = torch.from_numpy(
+        rng.standard_normal((150, 2, 128)).astype(np.float32)
+    )  # where a fast PCA would draw numbers
+    assert slots.probe_slots(wide, data, labelled, 5, 5) == slots.probe_slots(wide, data, labelled, 5, 5)
     few = slots.probe_slots(torch.from_numpy(values[:40]), data, data.labelled(40, seed=2), components=32, folds=5)
     assert len(few[0]["nmse_per_fold"]) == 2  # two episodes
     with pytest.raises(UserError, match=r"one episode.*--num-labels"):

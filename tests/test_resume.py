@@ -181,9 +181,33 @@ def test_baselines_killed_and_repeated_are_bit_identical(undisturbed_baseline, d
         kill(script, data_dir, tmp_path, "slots", 5)
         kill(script, data_dir, tmp_path, "slots_train.npy", 0)
         assert not (run_dir(script, tmp_path) / "slots.json").exists()
-    for stage, step in (("lam", 5), ("lam", 8), ("bc", 7), ("decoder", 20)):
+    again = [] if script == "lapo_slots" else [("lam", 8)]
+    for stage, step in (("lam", 5), *again, ("bc", 7), ("decoder", 20)):
         kill(script, data_dir, tmp_path, stage, step)
     check_repeated(script, reference, data_dir, tmp_path)
+
+
+def test_slots_without_files_of_features(
+    undisturbed_baseline, data_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """--no-dino-cache computes the features in every stage that needs them: the same numbers but for rounding."""
+    script, reference = undisturbed_baseline
+    if script != "lapo_slots":
+        pytest.skip("has no such features")
+    runs = tmp_path_factory.mktemp("computed")
+    done = finish(script, data_dir, runs, "--no-dino-cache")
+    assert done.returncode == 0 and "beside the shards" not in done.stdout, done.stderr
+    found, expected = (json.loads((path / "result.json").read_text()) for path in (run_dir(script, runs), reference))
+    assert found["slots"]["selected"] == expected["slots"]["selected"]
+    assert found["metrics"]["eval/nmse"] == pytest.approx(expected["metrics"]["eval/nmse"], rel=0.02)
+    for (stage, step, loss), other in zip(losses(run_dir(script, runs)), losses(reference)):
+        assert (stage, step) == other[:2]
+        assert loss == pytest.approx(other[2], rel=0.02)
+
+
+def test_too_few_labels_for_the_slots_are_refused_first(data_dir: Path, tmp_path: Path) -> None:
+    done = finish("lapo_slots", data_dir, tmp_path, "--num-labels", "20")
+    assert done.returncode == 1 and "one episode" in done.stderr and "slots:" not in done.stdout
 
 
 def check_killed(script: str, reference: Path, data_dir: Path, runs: Path, stage: str, step: int) -> None:
