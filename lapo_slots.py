@@ -162,9 +162,11 @@ class Args:
         runs.check_at_least(self, 1, "slot_updates", "slot_iterations", "renderer_dim", "pca_components", "offset")
         runs.check_at_least(self, 1, "lam_dim", "lam_blocks")
         runs.check_at_least(self, 2, "num_slots", "probe_folds")
-        runs.check_at_least(self, 0, "slot_warmup", "slot_clip", "lam_clip")
-        if self.slot_dim < 4 or self.slot_dim % 4 or self.similarity_temperature <= 0:
-            raise UserError("--slot-dim must be a multiple of 4, --similarity-temperature above 0")
+        runs.check_at_least(self, 0, "slot_warmup")
+        if self.slot_dim < 4 or self.slot_dim % 4:
+            raise UserError(f"--slot-dim is {self.slot_dim}, must be a multiple of 4")
+        if min(self.similarity_temperature, self.slot_clip, self.lam_clip) <= 0:
+            raise UserError("--similarity-temperature, --slot-clip and --lam-clip must be above 0")
 
 
 # What differs from the defaults above on each suite, with --quick, and with --quick on Distracting Meta-World.
@@ -290,7 +292,7 @@ class SlotAttention(nn.Module):
         inputs = self.norm_inputs(inputs)
         key, value = self.key(inputs), self.value(inputs)
         for _ in range(self.iterations):
-            slots = self.norm_slots(slots)
+            slots = self.norm_slots(slots)  # the GRU's state too, as in VideoSAUR's code
             attention = (self.query(slots) @ key.mT / math.sqrt(key.shape[-1])).float().softmax(dim=1)  # over the slots
             weights = attention / (attention.sum(dim=2, keepdim=True) + 1e-8)
             update = weights.to(value.dtype) @ value
@@ -591,25 +593,25 @@ def main(args: Args) -> None:
     # Stage 1: slots that follow objects, from the features of a frozen network.
     check_labelled(train_set, labelled)
     weights = args.dino_checkpoint, args.dino_weights == "random"
-    features = Features(args.dino_model, *weights, args.dino_image_size, args.dino_cache, device)
-    slot_model = VideoSaur(args, features.patches, features.dim).apply(orthogonal_init).to(device)
+    dino = Features(args.dino_model, *weights, args.dino_image_size, args.dino_cache, device)
+    slot_model = VideoSaur(args, dino.patches, dino.dim).apply(orthogonal_init).to(device)
     model = LatentActionModel(args).apply(orthogonal_init).to(device)
     untrained = copy.deepcopy(model).eval()  # the control of the probe
     report_path, splits = run.dir / "slots.json", {"slots_train": train_set, "slots_test": test_set}
     known = all((run.dir / name).exists() for name in ("slots.pt", "slots_train.npy", "slots_test.npy", "slots.json"))
     sampler = None
     if not known:  # else nothing needs the features any more
-        features.attach(train_set, test_set)
-        run.bind("dino_hash", features.settings["weights"])
-        sampler = features.sampler(train_set, args.batch_size, seed=args.seed, on_device=on_device)
-    stage = "slots", slot_model, slot_loss, sampler, args.slot_updates, args.slot_lr, args.slot_clip
-    costs["slots"] = train(run, args, *stage)
+        dino.attach(train_set, test_set)
+        run.bind("dino_hash", dino.settings["weights"])
+        sampler = dino.sampler(train_set, args.batch_size, seed=args.seed, on_device=on_device)
+    updates, clip = args.slot_updates, args.slot_clip
+    costs["slots"] = train(run, args, "slots", slot_model, slot_loss, sampler, updates, args.slot_lr, clip)
     slot_model.eval()
 
     # Stage 2: the slots of every frame, and the one from which a linear probe reads the actions best.
     tables = {}
     for name, dataset in splits.items():
-        tables[name], seconds = follow_split(run, name, slot_model.follow, features, dataset)
+        tables[name], seconds = follow_split(run, name, slot_model.follow, dino, dataset)
         costs[name] = {"seconds": seconds}
     if not known:
         sampler.close()
@@ -618,7 +620,7 @@ def main(args: Args) -> None:
             tables["slots_train"][labelled], train_set, labelled, args.pca_components, args.probe_folds
         )
         selected = min(scores, key=lambda score: score["nmse"])["slot"]
-        index, attention = watch(slot_model.follow, features, test_set, episodes=16)
+        index, attention = watch(slot_model.follow, dino, test_set, episodes=16)
         found = {"selected": selected, "probing": scores, "agent": agent_report(attention, test_set, index)}
         shown = np.linspace(0, len(index) - 1, 8).astype(int)
         frames = normalise(torch.from_numpy(test_set.frames(index[shown])))
@@ -629,7 +631,9 @@ def main(args: Args) -> None:
         mask = unpack_masks(torch.from_numpy(test_set.masks(index[shown])), size, size)
         title = f"{run.script}, {args.env}: held-out frames and what each slot attends to (* selected)"
         pictures.rows(run.dir / "slots.png", named, mask, title)
-        runs.write_json(report_path, found | {"dino": features.settings, "dino_seconds": features.seconds})
+        hashes = {split.split: split.extra_hash.get("dino") for split in splits.values()}  # of files, if there are any
+        about = {"dino": dino.settings | {"hash": hashes}, "dino_seconds": dino.seconds}
+        runs.write_json(report_path, found | about)
     report = json.loads(report_path.read_text())
     parameters = sum(weight.numel() for weight in slot_model.parameters())
     run.about["slots"], costs["dino"] = report | {"parameters": parameters}, {"seconds": report["dino_seconds"]}

@@ -276,7 +276,7 @@ run() {
         step "throughput_$name" 60 "$PYTHON" -m benchmarks.throughput --script "$name" --env cheetah-run \
             --data-dir "$data" "${stages[@]}" --out "$WORK/throughput_$name.json"
     done
-    step slots_cost 60 "$PYTHON" -m benchmarks.slots_cost --env cheetah-run "${slots[@]}" --out "$WORK/slots_cost.json"
+    step slots_cost 150 "$PYTHON" -m benchmarks.slots_cost --env cheetah-run "${slots[@]}" --out "$WORK/slots_cost.json"
     echo "$OUT_DIR/gpu.json: $SECONDS s"
     cut -f1,2,3 "$WORK/steps.tsv"
 }

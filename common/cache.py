@@ -210,7 +210,7 @@ def attach_per_frame(
                 )
             progress.update(len(out))
             yield name, first, out.cpu().numpy()
-            if runs.stop_requested():
+            if runs.stop_requested() and first + batch < shard.frames:
                 raise runs.Stopped(
                     f"the complete files in {dataset.folder} stay; the same command goes on with the next one"
                 )
@@ -234,6 +234,8 @@ def attach_per_frame(
             done = sum(dataset.shards[number].frames for number in found)
             progress = runs.Progress(f"{suffix} {dataset.env} {dataset.split}", dataset.num_frames, "frames", done=done)
         for number in todo:
+            if runs.stop_requested():
+                raise runs.Stopped(f"the complete files in {dataset.folder} stay; the same command goes on")
             try:
                 with SidecarWriter(dataset.shards[number].path, suffix) as writer:
                     if writer.shard.content_hash != dataset.shards[number].content_hash:

@@ -86,7 +86,7 @@ def load_dino(name: str, checkpoint: Path | None, random: bool, image_size: int,
     try:
         network = Dino(vit, image_size)
         network(torch.zeros(1, 8, 8, 3, dtype=torch.uint8))  # some have no blocks, or keep the keys elsewhere
-    except (AttributeError, IndexError, TypeError, RuntimeError) as error:
+    except (AttributeError, IndexError, TypeError, RuntimeError, ValueError, AssertionError) as error:
         raise UserError(f"--dino-model {name}: not a network such as vit_base_patch14_dinov2.lvd142m") from error
     return network.to(device)
 
@@ -230,6 +230,8 @@ class Features:
         """A `Sampler` of clips of four frames, [t-2 .. t+1]: `extra` of its batches has the features (B, 4, N, 2 F)."""
         options |= {"max_offset": 1, "device": self.device}
         if self.cache:
+            if options.get("on_device") is True:  # what --data-on-gpu always asks for are frames
+                options["on_device"] = "auto"
             return Sampler(dataset, batch_size, extra="dino", frames=False, **options)
         return _ComputedFeatures(Sampler(dataset, batch_size, **options), self.dino)
 

@@ -637,8 +637,12 @@ def sidecar_command(paths: list[Path]) -> str:
 def verify_sidecar(path: Path, shard: Shard) -> None:
     """Re-hash a file that was derived from a shard. Raises DamagedShard."""
     file = read_sidecar(path, shard)
-    if str(file.attributes.get("content_hash", "")) != sidecar_hash({name: file.array(name) for name in file.datasets}):
+    arrays = {name: file.array(name) for name in file.datasets}
+    if str(file.attributes.get("content_hash", "")) != sidecar_hash(arrays):
         raise DamagedShard(f"{path}: does not match its hash")
+    for name, array in arrays.items():  # kept when the file got further datasets
+        if str(file.attributes.get(f"{name}_hash", "")) not in ("", sidecar_hash({name: array})):
+            raise DamagedShard(f"{path}: {name} does not match its hash")
 
 
 def _plain(value: Any) -> Any:

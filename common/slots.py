@@ -117,15 +117,16 @@ def probe_slots(
     from sklearn.model_selection import GroupKFold, cross_val_predict
     from sklearn.pipeline import make_pipeline
 
-    actions = np.clip(dataset.action[labelled].astype(np.float64), -1, 1)
     check_labelled(dataset, labelled)
+    actions = np.clip(dataset.action[labelled].astype(np.float64), -1, 1)
     episode = dataset.episode_of_frame[labelled]
     groups = len(np.unique(episode))
     split = GroupKFold(min(folds, groups))
     parts = [test for _, test in split.split(actions, groups=episode)]
     smallest = len(actions) - max(map(len, parts))
     variance, table = actions.var(0).mean(), []
-    for slot, values in enumerate(slots.float().numpy().transpose(1, 0, 2), 1):
+    for slot in range(1, slots.shape[1] + 1):
+        values = slots[:, slot - 1].double().numpy()
         pca = PCA(min(components, values.shape[1], smallest), svd_solver="covariance_eigh")  # no random numbers
         probe = make_pipeline(pca, LinearRegression())
         error = (cross_val_predict(probe, values, actions, groups=episode, cv=split) - actions) ** 2 / variance

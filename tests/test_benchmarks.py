@@ -314,6 +314,9 @@ def test_slots_cost_extrapolates_to_the_schedule_of_the_flags(tmp_path):
     done = python("benchmarks.slots_cost", *flags, "--slot-updates", "100", "--out", str(out))
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
+    block = 12 * 384**2 * 5 + 2 * 5**2 * 384  # multiplications of a block: weights, and attention of 5 tokens
+    by_hand = 2 * (12 * block + 4 * 3 * 14**2 * 384) / 1e9
+    assert result["complete"] and result["pieces"]["features"]["gflops_per_unit"] == pytest.approx(by_hand, rel=1e-6)
     check_about(result, "benchmarks.slots_cost")
     units = {name: (piece["unit"], piece["units"]) for name, piece in result["pieces"].items()}
     assert units == {

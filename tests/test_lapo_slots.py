@@ -677,6 +677,7 @@ def test_bad_values_are_refused() -> None:
     for changes, message in (
         ({"slot_dim": 6}, "multiple of 4"),
         ({"similarity_temperature": 0.0}, "above 0"),
+        ({"slot_clip": 0.0}, "above 0"),
         ({"num_slots": 1}, "--num-slots is 1, must be at least 2"),
         ({"probe_folds": 1}, "--probe-folds is 1"),
         ({"offset": 0}, "--offset is 0"),

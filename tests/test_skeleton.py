@@ -12,7 +12,7 @@ OTHER_SCRIPTS = ("make_dataset.py", "make_masks.py", "make_experts.py", "make_fi
 REGIONS = ["about", "imports", "hyperparameters", "networks", "loss", "stages"]
 # Changed lines that `diff lapo.py <script>` may show.
 BUDGET = {"laof.py": 220, "laom_labels.py": 240, "lapo_slots.py": 400, "masklam.py": 120}
-LONGEST = {"lapo_slots.py": 740}  # lines; it has two stages more than the others
+LONGEST = {"lapo_slots.py": 750}  # lines; it has two stages more than the others
 
 START = re.compile(r"^ *# --- method: (.*) ---$")
 END = re.compile(r"^ *# --- end method ---$")
