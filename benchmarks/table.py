@@ -88,6 +88,7 @@ def main(args: Args) -> None:
                 "runs_dir",
                 "clips_dir",
                 "raft_checkpoint",
+                "dino_checkpoint",
             ):  # where things lie on one machine says nothing
                 result["args"].pop(key, None)
         runs.write_json(args.json, results)
