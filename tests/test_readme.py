@@ -31,7 +31,7 @@ def test_there_are_commands() -> None:
 def test_named_files_exist() -> None:
     names = set(re.findall(r"`((?:[\w.-]+/)*[\w.-]+\.(?:py|md|sh|json|txt))`", README))
     assert names
-    made = {"args.json", "result.json", "my_variant.py"}  # by a run, or by the reader
+    made = {"args.json", "result.json", "slots.json", "my_variant.py"}  # by a run, or by the reader
     missing = [name for name in names - made if not (ROOT / name).exists()]
     assert not missing
 
