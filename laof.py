@@ -55,6 +55,8 @@ class Args:
     """folder of the run directories"""
     variant: str = ""
     """name of this variant's run directory; empty: made from the arguments that differ from the defaults"""
+    lam_from: Path | None = None
+    """directory of a finished run whose latent action model this one uses, and whose policy if it is to be the same"""
     latent_dim: int = 128
     """dimension d_z of the latent action"""
     policy_scale: int = 4
@@ -321,8 +323,7 @@ def optical_flow(raft: nn.Module, frames: Tensor, following: Tensor, iterations:
 
 
 def attach_flow(dataset: Dataset, args: Args, device: torch.device) -> float:
-    """Attaches the flow to the next frame (zero at an episode's end) from <shard>.raft.h5, made if missing. Returns the
-    seconds that it took."""
+    """Attaches the flow to the next frame from <shard>.raft.h5, made if missing. Returns the seconds that it took."""
     settings: dict[str, Any] = {"raft": args.raft, "iterations": args.raft_iterations}
     named = None if args.raft_checkpoint is None else load_raft(args.raft, args.raft_checkpoint, device)
     if named is not None:  # flow that another file's weights gave is refused
@@ -529,7 +530,6 @@ def main(args: Args) -> None:
     for module in (policy, decoder, probe, policy_probe):
         module.apply(orthogonal_init).to(device, memory_format=torch.channels_last)
     costs: dict[str, dict[str, float]] = {}
-
     on_device = {"auto": "auto", "always": True, "never": False}[args.data_on_gpu]
 
     # --- method: stages ---
@@ -608,7 +608,7 @@ def main(args: Args) -> None:
             yield z, batch.action
 
     known = zip(labels.split(65536), torch.from_numpy(train_set.action[train_set.transitions].clip(-1, 1)).split(65536))
-    probed = evaluation.nmse(known, latents(model, test_set), train_set.action_variance)
+    probed = evaluation.nmse(known, latents(model, test_set), train_set.action_variance, run.dir / "latents.npz")
     control = evaluation.nmse(latents(untrained, train_set), latents(untrained, test_set), train_set.action_variance)
     costs["probe"] = {"seconds": time.monotonic() - start}
 

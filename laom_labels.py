@@ -55,6 +55,8 @@ class Args:
     """folder of the run directories"""
     variant: str = ""
     """name of this variant's run directory; empty: made from the arguments that differ from the defaults"""
+    lam_from: Path | None = None
+    """directory of a finished run whose latent action model this one uses, and whose policy if it is to be the same"""
     latent_dim: int = 128
     """dimension d_z of the latent action"""
     policy_scale: int = 4
@@ -506,7 +508,6 @@ def main(args: Args) -> None:
     for module in (policy, decoder, probe, policy_probe):
         module.apply(orthogonal_init).to(device, memory_format=torch.channels_last)
     costs: dict[str, dict[str, float]] = {}
-
     on_device = {"auto": "auto", "always": True, "never": False}[args.data_on_gpu]
 
     # --- method: stages ---
@@ -596,7 +597,7 @@ def main(args: Args) -> None:
             yield z, batch.action
 
     known = zip(labels.split(65536), torch.from_numpy(train_set.action[train_set.transitions].clip(-1, 1)).split(65536))
-    probed = evaluation.nmse(known, latents(model, test_set), train_set.action_variance)
+    probed = evaluation.nmse(known, latents(model, test_set), train_set.action_variance, run.dir / "latents.npz")
     control = evaluation.nmse(latents(untrained, train_set), latents(untrained, test_set), train_set.action_variance)
     costs["probe"] = {"seconds": time.monotonic() - start}
 

@@ -56,6 +56,8 @@ class Args:
     """folder of the run directories"""
     variant: str = ""
     """name of this variant's run directory; empty: made from the arguments that differ from the defaults"""
+    lam_from: Path | None = None
+    """directory of a finished run whose latent action model this one uses, and whose policy if it is to be the same"""
     latent_dim: int = 128
     """dimension d_z of the latent action"""
     policy_scale: int = 4
@@ -586,18 +588,18 @@ def main(args: Args) -> None:
     for module in (policy, decoder, probe, policy_probe):
         module.apply(orthogonal_init).to(device, memory_format=torch.channels_last)
     costs: dict[str, dict[str, float]] = {}
-
     on_device = {"auto": "auto", "always": True, "never": False}[args.data_on_gpu]
 
     # --- method: stages ---
     # Stage 1: slots that follow objects, from the features of a frozen network.
-    check_labelled(train_set, labelled)
     weights = args.dino_checkpoint, args.dino_weights == "random"
     dino = Features(args.dino_model, *weights, args.dino_image_size, args.dino_cache, device)
     slot_model = VideoSaur(args, dino.patches, dino.dim).apply(orthogonal_init).to(device)
     model = LatentActionModel(args).apply(orthogonal_init).to(device)
     untrained = copy.deepcopy(model).eval()  # the control of the probe
     report_path, splits = run.dir / "slots.json", {"slots_train": train_set, "slots_test": test_set}
+    if not report_path.exists():
+        check_labelled(train_set, labelled)
     known = all((run.dir / name).exists() for name in ("slots.pt", "slots_train.npy", "slots_test.npy", "slots.json"))
     sampler = None
     if not known:  # else nothing needs the features any more
@@ -616,6 +618,7 @@ def main(args: Args) -> None:
     if not known:
         sampler.close()
         train_set.release()
+    if not report_path.exists():
         scores = probe_slots(
             tables["slots_train"][labelled], train_set, labelled, args.pca_components, args.probe_folds
         )
@@ -700,7 +703,7 @@ def main(args: Args) -> None:
             yield z, batch.action
 
     known = zip(labels.split(65536), torch.from_numpy(train_set.action[train_set.transitions].clip(-1, 1)).split(65536))
-    probed = evaluation.nmse(known, latents(model, test_set), train_set.action_variance)
+    probed = evaluation.nmse(known, latents(model, test_set), train_set.action_variance, run.dir / "latents.npz")
     control = evaluation.nmse(latents(untrained, train_set), latents(untrained, test_set), train_set.action_variance)
     costs["probe"] = {"seconds": time.monotonic() - start}
 

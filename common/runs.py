@@ -10,10 +10,12 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import platform
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -242,9 +244,12 @@ class Progress:
 # Fields that may differ between two commands that continue one run: they change neither data nor method. (Compiled code
 # rounds differently; the kind of device is part of a run's identity.)
 RUNTIME_FIELDS = frozenset(
-    "data_dir runs_dir clips_dir raft_checkpoint dino_checkpoint dino_cache variant device data_on_gpu compile "
-    "compile_mode eval_envs log_every checkpoint_every track wandb_project".split()
+    "data_dir runs_dir clips_dir raft_checkpoint dino_checkpoint dino_cache lam_from variant device data_on_gpu "
+    "compile compile_mode eval_envs log_every checkpoint_every track wandb_project".split()
 )
+
+# What a run may change against the one that it takes its latent action model from (`lam_from` is known by its weights).
+LATER_STAGES = ("policy_", "decoder_", "eval_", "num_labels")
 
 
 def check_at_least(args: Any, least: int, *names: str) -> None:
@@ -262,6 +267,8 @@ def variant_name(args: Any, default: Any) -> str:
     if args.variant:
         return args.variant
     parts = ["quick"] if args.quick else []
+    if getattr(args, "lam_from", None) is not None:
+        parts.append(f"lam-from={args.lam_from.resolve().parent.name}")
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
         if field.name in RUNTIME_FIELDS | {"env", "seed", "quick"} or value == getattr(default, field.name):
@@ -285,8 +292,12 @@ class Run:
         variant: the folder between environment and seed.
         identity: further values that must be the same when the run goes on (the dataset hash).
 
+    With ``args.lam_from``, the directory of a finished run, the stages up to the latent action model are that run's; so
+    is the latent policy, unless its arguments differ.
+
     Raises:
-        UserError: the directory was made with other arguments, or another process uses it.
+        UserError: the directory was made with other arguments, or another process uses it; the run in
+            ``args.lam_from`` is not finished, or differs in what its latent action model depends on.
     """
 
     def __init__(self, args: Any, script: str, variant: str, identity: dict[str, Any]) -> None:
@@ -300,10 +311,14 @@ class Run:
             raise UserError(f"another process is writing to {self.dir}; wait for it or choose --variant") from None
         for leftover in self.dir.rglob(".*.part*"):  # of a process that was killed while it wrote
             leftover.unlink()
+        self.about: dict[str, Any] = {}  # what a method adds to the result
+        source = getattr(args, "lam_from", None)
+        taken = [] if source is None else self._held_fixed(Path(source))
         self._check_args()
+        for path in taken:
+            self._take(path)
         self.commit, self.versions = git_commit(), versions()
         self.passed: set[str] = set()  # stages and caches that this process found or made
-        self.about: dict[str, Any] = {}  # what a method adds to the result
         self.metrics_path = self.dir / "metrics.jsonl"
         self._metrics = open(self.metrics_path, "a")
         self.wandb = None
@@ -320,17 +335,81 @@ class Run:
             old = json.loads(path.read_text())
         except json.JSONDecodeError:
             raise UserError(f"{path} is damaged; remove {self.dir} and repeat the command") from None
-        bound = {key: value for key, value in old.items() if key.endswith("_hash") and key not in new}  # see `bind`
+        bound = {key for key in old if key.endswith("_hash") and key not in new} - {"lam_from_hash"}  # see `bind`
         lines = [
             f"  {key}: {old.get(key)!r} there, {new.get(key)!r} now"
             for key in sorted(old.keys() | new.keys())
-            if key not in RUNTIME_FIELDS | bound.keys() and old.get(key) != new.get(key)
+            if key not in RUNTIME_FIELDS | bound and old.get(key) != new.get(key)
         ]
         if lines:
             raise UserError(
                 f"{self.dir} was made with other arguments:\n" + "\n".join(lines) + "\n"
                 "Use the same arguments to go on, --variant NAME for a new run, or remove the directory."
             )
+
+    def _held_fixed(self, source: Path) -> list[Path]:
+        """The files of a finished run whose stages are not trained again; what they depend on becomes part of the
+        identity. UserError if that run is not finished or was made with something else.
+        """
+        if source.resolve() == self.dir.resolve():
+            raise UserError(f"--lam-from {source} is this run's own directory; name another run, or choose --variant")
+        try:
+            result = json.loads((source / "result.json").read_text())
+            there = json.loads((source / "args.json").read_text())
+        except (OSError, json.JSONDecodeError):
+            raise UserError(
+                f"--lam-from {source}: no finished run here; finish it first, or name the directory that has its "
+                "result.json"
+            ) from None
+        if result["script"] != self.script:
+            raise UserError(f"--lam-from {source}: a run of {result['script']}.py, not of {self.script}.py")
+        if "lam_from_hash" in there:
+            raise UserError(
+                f"--lam-from {source}: this run took its latent action model from another one; name that one, "
+                f"{result['lam_from']['run']}"
+            )
+        here = jsonable(self.args) | self.identity
+        bound = {key: value for key, value in there.items() if key.endswith("_hash") and key not in here}
+        differ = [key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)]
+        lines = [
+            f"  {key}: {there.get(key)!r} there, {here.get(key)!r} now"
+            for key in differ
+            if key not in RUNTIME_FIELDS | bound.keys() and not key.startswith(LATER_STAGES)
+        ]
+        if lines:
+            raise UserError(
+                f"--lam-from {source}: its latent action model depends on what is different now:\n"
+                + "\n".join(lines)
+                + "\nUse the same values, or train a model with these without --lam-from."
+            )
+        same_policy = not any(key.startswith("policy_") for key in differ)
+        stages = [name for name in ("slots", "lam", *(["bc"] if same_policy else [])) if name in result["stages"]]
+        files = [source / f"{stage}.pt" for stage in stages]
+        files += [source / name for name in ("slots.json", "slots.png") if "slots" in stages]
+        gone = [path.name for path in files if not path.exists()]
+        if gone:
+            raise UserError(
+                f"--lam-from {source}: {', '.join(gone)} is gone; take another run, or train that one again"
+            )
+        with open(source / "lam.pt", "rb") as file:
+            self.identity = self.identity | bound | {"lam_from_hash": hashlib.file_digest(file, "sha256").hexdigest()}
+        self.about["lam_from"] = {
+            "run": str(source),
+            "commit": result["commit"],
+            "num_labels": there["num_labels"],
+            "stages": stages,
+        }
+        return files
+
+    def _take(self, path: Path) -> None:
+        """Gives this run a file of another one, if it has not got it: as a second name, or as a copy."""
+        if (self.dir / path.name).exists():
+            return
+        with atomic_path(self.dir / path.name) as temporary:
+            try:
+                os.link(path, temporary)
+            except OSError:
+                shutil.copyfile(path, temporary)
 
     def bind(self, name: str, value: str) -> None:
         """Adds a value that is known only now to what must be the same when the run goes on. UserError if it is not."""

@@ -220,6 +220,92 @@ def test_too_few_labels_for_the_slots_are_refused_first(data_dir: Path, tmp_path
     assert done.returncode == 1 and "one episode" in done.stderr and "updates" not in done.stdout
 
 
+def held(script: str, source: Path, data_dir: Path, runs: Path, *more: str) -> subprocess.CompletedProcess:
+    """A run under --variant held that takes its latent action model from `source`."""
+    return finish(script, data_dir, runs, "--variant", "held", "--lam-from", str(source), *more)
+
+
+def check_held_fixed(script: str, source: Path, data_dir: Path, runs: Path) -> None:
+    """Another label budget: the same latent action model and policy, bit for bit, and another decoder."""
+    done = held(script, source, data_dir, runs, "--num-labels", "20", "--eval-episodes", "1")
+    assert done.returncode == 0, done.stderr
+    assert " lam:" not in done.stdout and " bc:" not in done.stdout and " decoder:" in done.stdout
+    directory = runs / script / "cheetah-run/held/seed1"
+    expected, found = weights(source), weights(directory)
+    assert expected.keys() == found.keys()
+    same = {name: torch.equal(expected[name], found[name]) for name in expected}
+    assert all(equal for name, equal in same.items() if not name.startswith("decoder."))
+    assert not any(equal for name, equal in same.items() if name.startswith("decoder.model") and "weight" in name)
+    there, here = (json.loads((path / "result.json").read_text()) for path in (source, directory))
+    assert here["labelled_transitions"] == 20 and here["metrics"]["eval/nmse"] == there["metrics"]["eval/nmse"]
+    assert set(here["lam_from"]["stages"]) == set(there["stages"]) & {"slots", "lam", "bc"}
+    assert here["lam_from"]["num_labels"] == 40 and here["lam_from"]["commit"] == there["commit"]
+    if script == "lapo_slots":  # chosen with the labels of the other run: 20 of one episode would not suffice
+        assert here["slots"]["selected"] == there["slots"]["selected"]
+    again = held(script, source, data_dir, runs, "--num-labels", "20", "--eval-episodes", "1")
+    assert again.returncode == 0 and "finished before" in again.stdout
+
+
+def test_lam_held_fixed(undisturbed, data_dir: Path, tmp_path: Path) -> None:
+    check_held_fixed(*undisturbed, data_dir, tmp_path)
+
+
+def test_lam_held_fixed_slots(undisturbed_slots, data_dir: Path, tmp_path: Path) -> None:
+    check_held_fixed(*undisturbed_slots, data_dir, tmp_path)
+
+
+def test_lam_held_fixed_baselines(undisturbed_baseline, data_dir: Path, tmp_path: Path) -> None:
+    check_held_fixed(*undisturbed_baseline, data_dir, tmp_path)
+
+
+def test_lam_held_fixed_with_another_policy(undisturbed_lapo, data_dir: Path, tmp_path: Path) -> None:
+    script, source = undisturbed_lapo
+    done = held(script, source, data_dir, tmp_path, "--policy-updates", "5", "--eval-episodes", "1")
+    assert done.returncode == 0, done.stderr
+    assert " lam:" not in done.stdout and " bc: 5/5" in done.stdout
+    directory = tmp_path / "lapo/cheetah-run/held/seed1"
+    assert json.loads((directory / "result.json").read_text())["lam_from"]["stages"] == ["lam"]
+    expected, found = weights(source), weights(directory)
+    assert all(torch.equal(expected[name], found[name]) for name in expected if name.startswith("lam."))
+    assert not any(torch.equal(expected[name], found[name]) for name in expected if name.startswith("bc.model"))
+
+
+def test_lam_from_refuses_what_differs_by_name(undisturbed, undisturbed_lapo, data_dir: Path, tmp_path: Path) -> None:
+    script, source = undisturbed
+    done = held(script, source, data_dir, tmp_path, "--no-loss-mask", "--seed", "2", "--eval-episodes", "1")
+    assert done.returncode == 1
+    assert "loss_mask: True there, False now" in done.stderr and "seed: 1 there, 2 now" in done.stderr
+    assert "eval_episodes" not in done.stderr
+    done = held("lapo", source, data_dir, tmp_path)
+    assert done.returncode == 1 and "a run of masklam.py, not of lapo.py" in done.stderr
+    done = held(script, source.parent, data_dir, tmp_path)
+    assert done.returncode == 1 and "no finished run here" in done.stderr
+    other = planted.write(tmp_path / "other", train=3, test=2, length=21, size=64)
+    done = held(script, source, other, tmp_path)
+    assert done.returncode == 1 and "train_hash" in done.stderr
+    copy = tmp_path / "copy/seed1"
+    shutil.copytree(source, copy)
+    (copy / "lam.pt").unlink()
+    done = held(script, copy, data_dir, tmp_path)
+    assert done.returncode == 1 and "lam.pt is gone" in done.stderr
+    assert not (tmp_path / "masklam/cheetah-run/held/seed1/args.json").exists()
+
+
+def test_lam_from_is_part_of_the_run(undisturbed_lapo, data_dir: Path, tmp_path: Path) -> None:
+    """A run that began on its own is not mixed with another one's stages, and the other way round."""
+    script, source = undisturbed_lapo
+    directory = tmp_path / "lapo/cheetah-run/held/seed1"
+    shutil.copytree(source, directory)
+    (directory / "result.json").unlink()
+    values = json.loads((directory / "args.json").read_text()) | {"variant": "held"}
+    (directory / "args.json").write_text(json.dumps(values))
+    done = held(script, source, data_dir, tmp_path)
+    assert done.returncode == 1 and "lam_from_hash: None there" in done.stderr
+    (directory / "args.json").write_text(json.dumps(values | {"lam_from_hash": "a"}))
+    done = finish(script, data_dir, tmp_path, "--variant", "held")
+    assert done.returncode == 1 and "lam_from_hash: 'a' there, None now" in done.stderr
+
+
 def check_killed(script: str, reference: Path, data_dir: Path, runs: Path, stage: str, step: int) -> None:
     kill(script, data_dir, runs, stage, step)
     check_repeated(script, reference, data_dir, runs)
