@@ -1,0 +1,915 @@
+"""Tables and figures of the paper from finished runs, and one page with all of them.
+
+    python make_figures.py                      # runs/ to figures/, the paper's scale
+    python make_figures.py --quick --seeds 2    # from runs with --quick
+
+Writes PNGs, tables as Markdown and LaTeX too, and figures/index.html, which needs nothing else. What cannot be drawn is
+listed there with the command that makes what it needs; runs come from python -m benchmarks.paper or from the scripts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks import paper
+from common import pictures, results, runs
+from common.dataset import Batch, Dataset, normalise, sequential, unpack_masks
+from common.errors import UserError
+from common.report import Entry, Item, Table, number, page
+from common.results import Cell, Finished, Run, Stat, average, iqm_interval, load_model
+from common.tasks import get_task
+
+SUITES = {"dcs": paper.DCS, "dmw": paper.DMW}
+NAMES = {"dcs": "Distracting Control Suite", "dmw": "Distracting Meta-World"}
+RENDERS = {"vanilla": {"distractors": False}, "distractor": {}}  # the paper's words, and the arguments that make them
+COLORS = dict(zip(paper.METHODS, ("tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:blue", "tab:cyan")))
+STRIP = 10  # consecutive frames in a strip
+DIMENSIONS = 8  # of the action that the UMAP figure shows at most
+
+
+@dataclass
+class Args:
+    runs_dir: Path = Path("runs")
+    """folder of the run directories"""
+    out: Path = Path("figures")
+    """folder of the tables, figures and index.html"""
+    quick: bool = False
+    """take the runs that were made with --quick"""
+    seeds: int = 3
+    """seeds that a cell of a table should have; fewer get a mark"""
+    data_dir: Path | None = None
+    """folder of the data sets; None: where each run had them"""
+    env: list[str] = field(default_factory=list)
+    """tasks of the pictures; none: cheetah-run and push, or the first of each suite that has runs"""
+    umap_seed: int = 0
+    """seed of UMAP"""
+    bootstrap: int = 10_000
+    """resamples of the bootstrap behind the 95% intervals"""
+
+
+@dataclass
+class Context:
+    """What every figure needs: the runs, where to write, and how to repeat the command."""
+
+    finished: Finished
+    out: Path
+    args: Args
+
+    def experiment(self, name: str, *more: str) -> str:
+        """The command that makes the runs of an experiment, at this scale."""
+        words = ["python", "-m", "benchmarks.paper", name, *more, *(["--quick"] if self.args.quick else [])]
+        words += ["--seeds", str(self.args.seeds)] if self.args.seeds != 3 else []
+        words += ["--runs-dir", str(self.args.runs_dir)] if self.args.runs_dir != Path("runs") else []
+        return shlex.join(words)
+
+    def cell(self, method: str, env: str, **factors: Any) -> Cell:
+        """The runs of a row of the main table on a task, with further arguments."""
+        script, own, paper_scale = paper.METHODS[method]
+        quick = self.finished.quick
+        wanted = changed_by(script, env, quick, tuple(own)) | factors
+        usual = {} if quick else changed_by(script, env, quick, tuple(paper_scale))
+        return self.finished.cell(script, env, wanted, usual)
+
+    def tasks(self, suite: str) -> list[str]:
+        """The suite's tasks that have runs."""
+        there = self.finished.envs()
+        return [env for env in SUITES[suite] if env in there]
+
+    def test_set(self, run: Run, mask_source: str | None = "gt") -> Dataset:
+        """The held-out split that a run was tested on. UserError if it is not there any more."""
+        folder = self.args.data_dir or Path(run.args["data_dir"])
+        render = "distractor" if run.args["distractors"] else "clean"
+        dataset = Dataset(folder, run.env, "test", render, mask_source)
+        if dataset.hash != run.args["test_hash"]:
+            raise UserError(f"{dataset.folder} is not the data that {run.dir} was tested on; name it with --data-dir")
+        return dataset
+
+
+def changed_by(script: str, env: str, quick: bool, flags: tuple[str, ...]) -> dict[str, Any]:
+    """The arguments that flags of a method script change."""
+    parsed, _ = paper.parse(script, ("--env", env, *(["--quick"] if quick else []), *flags))
+    base, values = results.script_defaults(script, env, quick), runs.jsonable(parsed)
+    return {key: value for key, value in values.items() if base[key] != value}
+
+
+def score_name(context: Context) -> str:
+    """The normalised score that the runs have: against the paper's expert, or the data's if episodes were shorter."""
+    for run in context.finished.runs:
+        if run.result and run.result["metrics"].get("eval/normalised_paper") is not None:
+            return "eval/normalised_paper"
+    return "eval/normalised_dataset"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables
+
+
+def published(kind: str, suite: str, render: str, method: str, envs: list[str]) -> Stat | None:
+    """The paper's mean over tasks of one of its tables, and the mean of its deviations. kind: nmse or return."""
+    numbers = json.loads(paper.NUMBERS.read_text())[kind][suite][render][method]
+    return average([Stat(numbers[env][0], numbers[env][1], ()) for env in envs])
+
+
+def suite_entry(context: Context, method: str, suite: str, render: str, metric: str, digits: int = 4) -> Entry:
+    """Our mean over a suite's tasks, as the paper aggregates, with the notes of all cells."""
+    found, by_note = [], {}
+    for env in context.tasks(suite):
+        cell = context.cell(method, env, **RENDERS[render])
+        value = cell.stat(metric)
+        if value is not None:
+            found.append(value)
+        if cell.values(metric):
+            for note in cell.notes:
+                by_note.setdefault(note, []).append(env)
+    if not found and not by_note:
+        return Entry("-")
+    everywhere = len(context.tasks(suite))
+    notes = [note if len(envs) == everywhere else f"{note} ({', '.join(envs)})" for note, envs in by_note.items()]
+    if len(found) < len(SUITES[suite]):
+        notes.insert(0, f"over {len(found)} of {len(SUITES[suite])} tasks")
+    return Entry(number(average(found), digits), notes)
+
+
+def embolden(rows: list[list[Entry]], column: int, lowest: bool) -> None:
+    """Sets the best of a column of ``mean ± deviation`` in bold, if there are at least two."""
+    values = [(float(row[column].text.split()[0]), row) for row in rows if row[column].text[:1].isdigit()]
+    if len(values) > 1:
+        best = (min if lowest else max)(value for value, _ in values)
+        for value, row in values:
+            row[column].bold = value == best
+
+
+def aggregate_table(context: Context) -> Item:
+    """The paper's main table: each suite, clean and with distractors, NMSE and normalised score; ours beside its."""
+    columns = [
+        (suite, kind, render) for suite in SUITES for kind in ("nmse", "return") for render in ("vanilla", "distractor")
+    ]
+    short = {"nmse": "NMSE", "return": "NR"}
+    head = ["method"]
+    for suite, kind, render in columns:
+        name = "NSR" if (suite, kind) == ("dmw", "return") else short[kind]
+        head.append(f"{suite.upper()} {name} {'clean' if render == 'vanilla' else 'distr.'}")
+    table = Table("Latent action quality and behaviour cloning", head)
+    ours_rows = []
+    for method in paper.METHODS:
+        kinds = [
+            ("", {"nmse": "eval/nmse", "return": "eval/normalised_paper"}),
+            (", untrained", {"nmse": "eval/nmse_untrained"}),
+            (", this data's expert", {"return": "eval/normalised_dataset"}),
+        ]
+        for name, metrics in kinds:
+            row = [Entry(method + name)]
+            for suite, kind, render in columns:
+                entry = Entry("-")
+                if kind in metrics:
+                    entry = suite_entry(context, method, suite, render, metrics[kind])
+                row.append(entry)
+            if name == "" or any(entry.text != "-" for entry in row[1:]):
+                table.rows.append(row)
+            if name == "":
+                ours_rows.append(row)
+        row = [Entry(f"{method}, paper")]
+        for suite, kind, render in columns:
+            envs = [e for e in context.tasks(suite) if context.cell(method, e, **RENDERS[render]).runs]
+            envs = envs or SUITES[suite]
+            notes = [] if len(envs) == len(SUITES[suite]) else ["the paper's mean over the same tasks"]
+            row.append(Entry(number(published(kind, suite, render, method, envs)), notes))
+        table.rows.append(row)
+    for column, (_, kind, _) in enumerate(columns, 1):
+        embolden(ours_rows, column, lowest=kind == "nmse")
+    table.caption = (
+        "Mean over tasks of means over seeds ± mean of standard deviations over seeds (n - 1). NMSE: error of a linear "
+        "probe, lower is better; untrained: the same probe before training. NR, NSR: return and success rate relative "
+        "to the paper's expert, or to this data's; only of whole episodes. Bold: best of ours."
+    )
+    table.write(context.out, "aggregate")
+    return Item("aggregate", "Main table", "Tables", context.experiment("main-table"), table=table)
+
+
+def task_table(context: Context, kind: str, suite: str, render: str) -> tuple[Table, bool]:
+    """NMSE or normalised score of every task of a suite, and whether there are any runs. kind: nmse or return."""
+    envs, metric = SUITES[suite], "eval/nmse" if kind == "nmse" else "eval/normalised_paper"
+    word = {"nmse": "NMSE", "return": "normalised return" if suite == "dcs" else "normalised success rate"}[kind]
+    where = "with distractors" if render == "distractor" else "clean"
+    table = Table(f"{NAMES[suite]}, {where}: {word}", ["method", *envs])
+    table.caption = "Mean ± standard deviation (n - 1) over seeds."
+    beside = [("untrained", "eval/nmse_untrained")] if kind == "nmse" else []
+    beside += [("this data's expert", "eval/normalised_dataset")] if kind == "return" else []
+    ours_rows, any_runs = [], False
+    for method in paper.METHODS:
+        cells = [context.cell(method, env, **RENDERS[render]) for env in envs]
+        any_runs |= any(cell.runs for cell in cells)
+        ours_rows.append([Entry(method), *(cell_entry(cell, metric) for cell in cells)])
+        table.rows.append(ours_rows[-1])
+        for name, other in beside:
+            if any(cell.values(other) for cell in cells):
+                table.rows.append([Entry(f"{method}, {name}"), *(Entry(number(cell.stat(other))) for cell in cells)])
+        numbers = [Entry(number(published(kind, suite, render, method, [env]))) for env in envs]
+        table.rows.append([Entry(f"{method}, paper"), *numbers])
+    for column in range(1, len(envs) + 1):
+        embolden(ours_rows, column, lowest=kind == "nmse")
+    return table, any_runs
+
+
+def task_tables(context: Context) -> list[Item]:
+    """NMSE and normalised score of every task: one table per suite, render and metric."""
+    items = []
+    for kind, suite, render in itertools.product(("nmse", "return"), SUITES, ("distractor", "vanilla")):
+        table, any_runs = task_table(context, kind, suite, render)
+        name, command = f"{kind}_{suite}_{render}", context.experiment("main-table", "--env", *SUITES[suite])
+        table.write(context.out, name)
+        item = Item(name, table.title, "Tables", command, table=table)
+        item.missing = "" if any_runs else "No runs of these tasks yet: only the paper's numbers."
+        items.append(item)
+    return items
+
+
+def cell_entry(cell: Cell, metric: str, digits: int = 4) -> Entry:
+    """A cell's mean and deviation with its notes; values of different data sets beside each other, never averaged."""
+    if cell.mixed:
+        return Entry(" / ".join(f"{value:.{digits}f}" for value in cell.values(metric)) or "-", list(cell.notes))
+    value = cell.stat(metric)
+    return Entry(number(value, digits), list(cell.notes) if value is not None or not cell.runs else [])
+
+
+def interval_figure(context: Context) -> Item:
+    """Interquartile means over tasks and seeds with stratified bootstrap 95% intervals, per suite and render."""
+    score = score_name(context)
+    panels = [(suite, metric) for suite in SUITES if context.tasks(suite) for metric in ("eval/nmse", score)]
+    table = Table("Interquartile means and 95% intervals", ["method", "suite", "setting", "NMSE", "normalised score"])
+    figure, axes = new_figure(len(panels), 2, 2.6)
+    drawn: dict[tuple[str, str, str, str], Any] = {}
+    for suite in SUITES:
+        for render in RENDERS:
+            for method in paper.METHODS:
+                cells = [context.cell(method, env, **RENDERS[render]) for env in context.tasks(suite)]
+                cells = [cell for cell in cells if cell.runs and not cell.mixed]
+                if not cells:
+                    continue
+                row = [Entry(method), Entry(suite.upper()), Entry("clean" if render == "vanilla" else "distractors")]
+                for metric in ("eval/nmse", score):
+                    values = [cell.values(metric) for cell in cells if cell.values(metric)]
+                    found = iqm_interval(values, context.args.bootstrap)
+                    drawn[suite, render, method, metric] = found
+                    if found is None:
+                        row.append(Entry("-"))
+                    elif np.isnan(found[1]):
+                        row.append(Entry(f"{found[0]:.4f}", ["no interval: a task has a single run"]))
+                    else:
+                        row.append(Entry(f"{found[0]:.4f} [{found[1]:.4f}, {found[2]:.4f}]"))
+                notes = dict.fromkeys(note for cell in cells for note in cell.notes)
+                if len(cells) < len(SUITES[suite]):
+                    notes = {f"over {len(cells)} of {len(SUITES[suite])} tasks": None} | notes
+                row[0].notes = list(notes)
+                table.rows.append(row)
+    for axis, (suite, metric) in zip(axes, panels):
+        for place, method in enumerate(reversed(paper.METHODS)):
+            for render, marker, shift in (("vanilla", "o", 0.15), ("distractor", "s", -0.15)):
+                found = drawn.get((suite, render, method, metric))
+                if found is None:
+                    continue
+                point, low, high = found
+                axis.plot([low, high], [place + shift] * 2, color=COLORS[method], lw=2)
+                axis.plot(
+                    point, place + shift, marker, color=COLORS[method], mfc="white" if render == "vanilla" else None
+                )
+        axis.set_yticks(range(len(paper.METHODS)), list(reversed(paper.METHODS)))
+        axis.set_title(f"{suite.upper()}: {'NMSE' if metric == 'eval/nmse' else 'normalised score'}", fontsize=10)
+        axis.grid(alpha=0.3)
+    table.caption = (
+        "Mean of the middle half of all runs; each task's runs are drawn anew among themselves "
+        f"({context.args.bootstrap:,} resamples, percentiles)."
+    )
+    item = Item("iqm", table.title, "Tables", context.experiment("main-table"))
+    if not table.rows:
+        item.missing = "No finished runs of the main table that may be averaged."
+        return item
+    item.text, item.table = "Hollow circles: clean. Squares: with distractors.", table
+    item.pictures = [save(figure, context.out / "iqm.png")]
+    table.write(context.out, "iqm_table")
+    return item
+
+
+def cost_table(context: Context) -> Item:
+    """Hours, memory and speed of whole runs, per method and suite, beside the paper's hours."""
+    published_hours = json.loads(paper.NUMBERS.read_text())["wall_clock_hours_a100"]
+    stages = ["slots", "lam", "bc", "decoder", "rest"]
+    head = ["method", "suite", "runs", "hours", *stages, "peak GiB", "samples/s of lam", "paper, A100 hours"]
+    table = Table("Wall-clock time and memory per run", head)
+    for method in paper.METHODS:
+        for suite in SUITES:
+            found = [
+                run
+                for env in context.tasks(suite)
+                for render in RENDERS.values()
+                for run in context.cell(method, env, **render).runs
+                if "lam_from" not in run.result
+            ]
+            if not found:
+                continue
+            machines = sorted({run.result["machine"].get("gpu") or run.result["machine"]["cpu"] for run in found})
+            hours: dict[str, list[float]] = {name: [] for name in stages}
+            for run in found:
+                seconds = run.result["seconds"]
+                for name in stages[:-1]:
+                    hours[name].append(seconds.get(name, 0.0) / 3600)
+                rest = sum(value for name, value in seconds.items() if name not in stages)
+                hours["rest"].append(rest / 3600)
+            total = [sum(parts) for parts in zip(*hours.values())]
+            speed = [run.result["stages"]["lam"]["samples_per_s"] for run in found]
+            memory = max(run.result["peak_memory_gib"] for run in found)
+            notes = [f"on {' and '.join(machines)}"]
+            row = [Entry(method, notes), Entry(suite.upper()), Entry(str(len(found)))]
+            row += [Entry(f"{np.mean(values):.2f}") for values in (total, *hours.values())]
+            name = "MaskLAM" if method.startswith("MaskLAM") else method
+            row += [
+                Entry(f"{memory:.1f}"),
+                Entry(f"{np.mean(speed):.0f}"),
+                Entry(f"{published_hours[name][suite]:.1f}"),
+            ]
+            table.rows.append(row)
+    table.caption = (
+        "Means over runs, hours of one process. Memory: the largest peak, of the GPU, or of the process without one. "
+        "rest: labels, features, probe, rollouts, and flow or DINOv2's features where the run computed them."
+    )
+    item = Item("cost", table.title, "Tables", context.experiment("main-table"), table=table)
+    if table.rows:
+        table.write(context.out, "cost")
+    else:
+        item.table, item.missing = None, "No finished runs of the main table."
+    return item
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Curves and bars
+
+
+def new_figure(count: int, columns: int, height: float = 2.8) -> tuple[Any, list[Any]]:
+    """A figure with `count` panels in rows of `columns`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    count = max(count, 1)
+    columns = min(columns, count)
+    lines = -(-count // columns)
+    size = (4.2 * columns, height * lines + 0.3)
+    figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
+    for axis in axes.flat[count:]:
+        axis.set_visible(False)
+    return figure, list(axes.flat[:count])
+
+
+def save(figure: Any, path: Path) -> Path:
+    """Writes a figure as PNG and forgets it."""
+    from matplotlib import pyplot as plt
+
+    with runs.atomic_path(path) as temporary:
+        figure.savefig(temporary, dpi=130)
+    plt.close(figure)
+    return path
+
+
+Points = dict[float, Cell]  # value of the swept argument to its cell
+
+
+def panels_of(context: Context, envs: list[str]) -> list[tuple[str, list[str]]]:
+    """Titles and tasks of panels: the mean of each suite that has several tasks, then every task."""
+    found = []
+    for suite in SUITES:
+        there = [env for env in SUITES[suite] if env in envs]
+        if len(there) > 1:
+            found.append((f"{suite.upper()}, mean of {len(there)} tasks", there))
+    return found + [(env, [env]) for env in envs]
+
+
+def swept(context: Context, methods: dict[str, tuple[str, dict[str, Any]]], env: str, factor: str) -> dict[str, Points]:
+    """For each line, the cells of every value of `factor` that has finished runs. methods: line to row and factors."""
+    found: dict[str, Points] = {}
+    for line, (method, factors) in methods.items():
+        script = paper.METHODS[method][0]
+        values = {run.args[factor] for run in context.finished.select(script, env) if factor in run.args}
+        cells = {value: context.cell(method, env, **factors, **{factor: value}) for value in sorted(values)}
+        found[line] = {value: cell for value, cell in cells.items() if cell.runs}
+    return found
+
+
+def sweep_figure(
+    context: Context,
+    name: str,
+    factor: str,
+    methods: dict[str, tuple[str, dict[str, Any]]],
+    *,
+    title: str,
+    label: str,
+    metric: str = "eval/nmse",
+    log: bool = False,
+    dashed: tuple[str, ...] = (),
+    text: str = "",
+) -> Item:
+    """A metric against an argument, a line per method or loss with a band of one standard deviation, a panel per task.
+
+    dashed: rows of the main table that are drawn as horizontal lines.
+    """
+    envs = [env for suite in SUITES for env in context.tasks(suite)]
+    by_env = {env: swept(context, methods, env, factor) for env in envs}
+    by_env = {env: lines for env, lines in by_env.items() if any(len(points) > 1 for points in lines.values())}
+    more = [] if not context.args.env else ["--env", *context.args.env]
+    item = Item(name, title, "Sweeps", context.experiment(name.replace("_", "-"), *more), text)
+    if not by_env:
+        item.missing = f"No task has finished runs with two values of --{factor.replace('_', '-')}."
+        return item
+    panels = panels_of(context, list(by_env))
+    figure, axes = new_figure(len(panels), 3)
+    table = Table(title, ["task", "line", "value", "mean ± std"])
+    colors = dict(zip(methods, ("tab:blue", "tab:orange"))) if len(methods) < 3 else COLORS
+    for axis, (panel, tasks) in zip(axes, panels):
+        for line in methods:
+            points = [by_env[env][line] for env in tasks]
+            common = sorted(set.intersection(*(set(found) for found in points)))
+            drawn = [(x, average([s for found in points if (s := found[x].stat(metric))])) for x in common]
+            drawn = [(x, value) for x, value in drawn if value is not None]
+            if not drawn:
+                continue
+            x = np.array([value for value, _ in drawn], float)
+            mean = np.array([value.mean for _, value in drawn])
+            std = np.array([value.std or 0.0 for _, value in drawn])
+            axis.plot(x, mean, marker="o", color=colors[line], label=line)
+            axis.fill_between(x, mean - std, mean + std, color=colors[line], alpha=0.2, lw=0)
+        for method in dashed:
+            value = average([s for env in tasks if (s := context.cell(method, env).stat(metric))])
+            if value is not None:
+                axis.axhline(value.mean, color=COLORS[method], ls="--", label=method)
+        if log:
+            axis.set_xscale("log", base=2)
+            ticks = sorted({x for env in tasks for points in by_env[env].values() for x in points})
+            axis.set_xticks(ticks, [f"{t // 1000}k" if t >= 2000 else str(t) for t in map(int, ticks)], minor=False)
+        axis.set(title=panel, xlabel=label)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("NMSE" if metric == "eval/nmse" else "normalised score")
+    handles = {text: handle for axis in axes for handle, text in zip(*axis.get_legend_handles_labels())}
+    axes[0].legend(handles.values(), handles.keys(), fontsize=7)
+    for env, lines in by_env.items():
+        for line, points in lines.items():
+            for x, cell in points.items():
+                table.rows.append([Entry(env), Entry(line), Entry(f"{x:g}"), cell_entry(cell, metric)])
+    item.pictures = [save(figure, context.out / f"{name}.png")]
+    table.write(context.out, f"{name}_table")
+    item.table = table
+    return item
+
+
+def sweep_figures(context: Context) -> list[Item]:
+    """Label budget, latent dimension, occlusion, mask dilation."""
+    losses = {
+        line: ("MaskLAM@GT", {"loss_mask": not flags}) for line, flags in paper.LOSSES.items()
+    }  # with and without --no-loss-mask
+    rows = {method: (method, {}) for method in paper.METHODS}
+    score = score_name(context)
+    expert = "the paper's expert" if score == "eval/normalised_paper" else "the data's expert"
+    return [
+        sweep_figure(
+            context, "label_budget", "num_labels", rows, title="Score against labels for the decoder",
+            label="labelled transitions", metric=score, log=True,
+            text=f"Relative to {expert}. The latent action model is held fixed: that of LAOM-Labels has seen the "
+            "labels of the main table's run at every budget, and LAPO-Slots' slot was chosen with them.",
+        ),
+        sweep_figure(
+            context, "latent_dim", "latent_dim", losses, title="NMSE against the latent dimension",
+            label="dimension of the latent action", log=True,
+        ),
+        sweep_figure(
+            context, "occlusion", "occlusion", losses, title="NMSE against the agent's occlusion",
+            label="occluded share of the agent's box",
+        ),
+        sweep_figure(
+            context, "mask_dilation", "mask_dilation", {"MaskLAM@GT": rows["MaskLAM@GT"]},
+            title="NMSE against mask dilation", label="pixels (negative: erosion)",
+            dashed=("LAPO", "LAOM-Labels", "LAOF", "LAPO-Slots"),
+        ),
+    ]  # fmt: skip
+
+
+def ablation_figure(context: Context) -> Item:
+    """NMSE without each part of MaskLAM: bars with standard deviations and a dot per seed."""
+    item = Item("ablations", "Ablations of MaskLAM", "Sweeps", context.experiment("ablations"))
+    cells: dict[str, dict[str, Cell]] = {}
+    for env in [env for suite in SUITES for env in context.tasks(suite)]:
+        found = {}
+        for name, flags in paper.ABLATIONS.items():
+            factors = changed_by("masklam", env, context.finished.quick, tuple(flags))
+            cell = context.cell("MaskLAM@GT", env, **factors)
+            if cell.runs:
+                found[name] = cell
+        if len(found) > 1:
+            cells[env] = found
+    if not cells:
+        item.missing = "No task has finished runs of an ablation."
+        return item
+    panels = panels_of(context, list(cells))
+    figure, axes = new_figure(len(panels), 2, 3.4)
+    for axis, (panel, tasks) in zip(axes, panels):
+        for place, name in enumerate(paper.ABLATIONS):
+            stats = [s for env in tasks if name in cells[env] and (s := cells[env][name].stat("eval/nmse"))]
+            if len(stats) < len(tasks):
+                continue
+            value = average(stats)
+            color = "tab:blue" if name == "MaskLAM" else "tab:gray"
+            axis.barh(place, value.mean, xerr=value.std, color=color, alpha=0.8, error_kw={"lw": 1})
+            if len(tasks) == 1:
+                axis.plot(value_seeds(cells[tasks[0]][name]), [place] * len(cells[tasks[0]][name].runs), "k.", ms=4)
+        axis.set_yticks(range(len(paper.ABLATIONS)), list(paper.ABLATIONS), fontsize=8)
+        axis.set_ylim(len(paper.ABLATIONS) - 0.5, -0.5)
+        axis.set(title=panel, xlabel="NMSE")
+        axis.grid(alpha=0.3, axis="x")
+    item.pictures = [save(figure, context.out / "ablations.png")]
+    table = Table(item.title + ": NMSE", ["variant", "flags", *cells])
+    for name, flags in paper.ABLATIONS.items():
+        row = [cell_entry(cells[env].get(name, Cell()), "eval/nmse") for env in cells]
+        table.rows.append([Entry(name), Entry(" ".join(flags) or "-"), *row])
+    table.write(context.out, "ablations_table")
+    item.table = table
+    return item
+
+
+def value_seeds(cell: Cell) -> list[float]:
+    """The NMSE of each seed."""
+    return cell.values("eval/nmse")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pictures of what was learned
+
+
+def first_runs(context: Context, env: str, methods: tuple[str, ...] = tuple(paper.METHODS)) -> dict[str, Run]:
+    """The first seed of each row of the main table on a task, under distractors."""
+    found = {method: context.cell(method, env).runs for method in methods}
+    return {method: members[0] for method, members in found.items() if members}
+
+
+def umap_figure(context: Context, env: str) -> Item:
+    """UMAP of held-out latent actions: a row per method, a column per action dimension that colours the points."""
+    item = Item(f"umap_{env}", f"UMAP of latent actions, {env}", "Latent space", context.experiment("main-table"))
+    chosen = first_runs(context, env)
+    kept = {method: run.dir / "latents.npz" for method, run in chosen.items()}
+    lacking = [method for method, path in kept.items() if not path.exists()]
+    kept = {method: path for method, path in kept.items() if path.exists()}
+    if not kept:
+        item.missing = f"No run on {env} with latents.npz (runs of older versions have none)."
+        return item
+    try:
+        import umap
+    except ImportError:
+        item.missing = "UMAP is an optional package: pip install umap-learn, then repeat the command."
+        return item
+    columns = min(DIMENSIONS, get_task(env).action_dim)
+    figure, axes = new_figure(len(kept) * columns, columns, 2.4)
+    figure.set_size_inches(1.9 * columns + 0.6, 1.9 * len(kept) + 0.3)
+    for row, (method, path) in enumerate(kept.items()):
+        with np.load(path) as file:
+            z, action = file["z"][: 2 * 4000], file["action"]
+        neighbours = min(15, len(z) - 1)
+        place = umap.UMAP(n_neighbors=neighbours, random_state=context.args.umap_seed, n_jobs=1).fit_transform(z)
+        for dimension in range(columns):
+            axis = axes[row * columns + dimension]
+            dots = axis.scatter(*place.T, c=action[:, dimension], s=2, cmap="bwr", vmin=-1, vmax=1, lw=0)
+            axis.set(xticks=[], yticks=[])
+            if row == 0:
+                axis.set_title(f"action {dimension}", fontsize=9)
+            if dimension == 0:
+                axis.set_ylabel(method, fontsize=9)
+    figure.colorbar(dots, ax=axes, shrink=0.5, aspect=40)
+    item.pictures = [save(figure, context.out / f"umap_{env}.png")]
+    item.text = f"Held-out transitions, seed {next(iter(chosen.values())).seed} of each method; UMAP's seed "
+    item.text += f"{context.args.umap_seed}. Colour: the true action."
+    if lacking:
+        item.text += f" Left out, since their runs are of an older version: {', '.join(lacking)}."
+    return item
+
+
+def eigen_cam(activations: Tensor) -> Tensor:
+    """Eigen-CAM (arXiv 2008.00299): activations (B, C, h, w), not negative, to saliency (B, h, w) in [0, 1].
+
+    Each picture's activations, a matrix of places and channels, are projected on their first right singular vector. It
+    is not negative where they are not, so its sign is known. A picture without activations has no saliency.
+    """
+    matrix = activations.double().flatten(2).transpose(1, 2)  # (B, h w, C)
+    _, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    saliency = (matrix @ right[:, 0, :, None]).squeeze(-1).abs().view(len(matrix), *activations.shape[-2:])
+    low, high = saliency.amin((1, 2), keepdim=True), saliency.amax((1, 2), keepdim=True)
+    return ((saliency - low) / (high - low).clamp(min=1e-12)).to(activations.dtype)
+
+
+def last_activations(encoder: nn.Module, function: Callable[[], Any]) -> Tensor:
+    """What the last convolutional block of an encoder gives while `function` runs, after the ReLU that follows it."""
+    found: list[Tensor] = []
+    hooks = [
+        module.register_forward_hook(lambda module, inputs, out: found.append(out) if out.dim() == 4 else None)
+        for module in encoder.modules()
+    ]
+    try:
+        with torch.inference_mode():
+            function()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not found:
+        raise UserError("the encoder has no convolutional block")
+    return F.relu(found[-1])
+
+
+def strip(dataset: Dataset, episode: int = 0) -> np.ndarray:
+    """Global indices of STRIP consecutive transitions of an episode, or of all that it has."""
+    start, stop = dataset.episode_start[episode : episode + 2]
+    first = start + max(0, min(20, stop - 1 - start - STRIP))
+    return np.arange(first, min(first + STRIP, stop - 1))
+
+
+def strip_batch(context: Context, run: Run, mask_source: str | None = None) -> tuple[Batch, Tensor, Tensor]:
+    """Consecutive held-out transitions as a run sees them: a batch, its frames o_t (B, 3, H, W), masks (B, 1, H, W)."""
+    source = mask_source or run.args.get("mask_source", "gt")
+    dataset = context.test_set(run, source)
+    index = strip(dataset)
+    batch = next(sequential(dataset, len(index), max_offset=1, device=torch.device("cpu"), masks=True, indices=index))
+    size = dataset.image_size
+    return batch, normalise(batch.frames)[:, 2], unpack_masks(batch.masks, size, size)[:, 2]
+
+
+def heat(frames: Tensor, saliency: Tensor) -> np.ndarray:
+    """Frames (B, 3, H, W) in [-1/2, 1/2] under a heat map (B, h, w) in [0, 1]: uint8 (B, H, W, 3)."""
+    import matplotlib
+
+    large = F.interpolate(saliency[:, None].float(), frames.shape[-2:], mode="bilinear", align_corners=False)[:, 0]
+    colors = matplotlib.colormaps["jet"](large.clamp(0, 1).numpy())[..., :3]
+    mixed = 0.5 * (frames.movedim(1, -1).numpy() + 0.5) + 0.5 * colors
+    return (mixed.clip(0, 1) * 255).round().astype(np.uint8)
+
+
+def eigen_cam_figure(context: Context, env: str) -> Item:
+    """Where each method's inverse model looks in consecutive frames."""
+    item = Item(f"eigen_cam_{env}", f"Eigen-CAM of the IDM, {env}", "Latent space", context.experiment("main-table"))
+    named: dict[str, Any] = {}
+    for method, run in first_runs(context, env).items():
+        if run.script == "lapo_slots":
+            continue
+        try:
+            module, args, model = load_model(run)
+            batch, frames, masks = strip_batch(context, run)
+        except UserError as error:
+            item.missing += f"{method}: {error} "
+            continue
+        named.setdefault("o(t)", frames)
+        encoder = model.idm if hasattr(model, "idm") else model.encoder
+        found = last_activations(encoder, lambda m=module, n=model, b=batch, a=args: m.encode(n, b, a))
+        named[method] = heat(frames, eigen_cam(found[: len(frames)]))
+        item.pictures = [context.out / f"eigen_cam_{env}.png"]
+    if not named:
+        item.missing = item.missing or f"No finished runs on {env} with an IDM that sees pixels."
+        return item
+    pictures.rows(item.pictures[0], named, masks, f"Eigen-CAM, {env}: consecutive held-out frames")
+    item.text = (
+        "Projection of the last convolutional block's output (after its ReLU) on its first singular vector, per frame; "
+        "red is high. For LAOM-Labels: the encoder's, of the current stack. LAPO-Slots' IDM sees slots and no pixels. "
+        "The outline is the agent's mask."
+    )
+    return item
+
+
+def predicted(context: Context, run: Run, mask_source: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Predicted and true next frames (B, 3, H, W) of consecutive held-out transitions, and masks (B, 1, H, W)."""
+    module, args, model = load_model(run)
+    batch, _, _ = strip_batch(context, run, mask_source)
+    with torch.inference_mode():
+        seen = module.observe(batch, args)
+        window, frames = (seen[0], seen[1]) if isinstance(seen, tuple) else (seen, seen)
+        prediction = model(window)[0]
+    size = frames.shape[-1]
+    masks = unpack_masks(batch.masks, size, size)[:, 3]
+    return prediction.float(), frames[:, 3, :3], masks
+
+
+def world_model_figure(context: Context, env: str) -> Item:
+    """Predicted next frames of the methods that predict pixels, below the true ones."""
+    item = Item(f"world_model_{env}", f"World models, {env}", "World models", context.experiment("main-table"))
+    named: dict[str, Any] = {}
+    for method, run in first_runs(context, env, ("LAPO", "LAOF", "MaskLAM@GT", "MaskLAM@SAM")).items():
+        try:
+            prediction, frames, masks = predicted(context, run)
+        except UserError as error:
+            item.missing += f"{method}: {error} "
+            continue
+        named.setdefault("o(t+1)", frames)
+        named[method] = prediction
+    if not named:
+        item.missing = item.missing or f"No finished runs on {env} of a method that predicts pixels."
+        return item
+    path = context.out / f"world_model_{env}.png"
+    item.pictures = [pictures.rows(path, named, masks, f"{env}: consecutive held-out transitions")]
+    item.text = (
+        "LAOM-Labels and LAPO-Slots predict embeddings and slots, which have no picture. Outline: the agent's mask."
+    )
+    return item
+
+
+def occlusion_figure(context: Context, env: str) -> Item:
+    """Predictions under growing occlusion, with and without the masked loss."""
+    name = f"world_model_occlusion_{env}"
+    item = Item(name, f"World models under occlusion, {env}", "World models", context.experiment("occlusion"))
+    for line, flags in paper.LOSSES.items():
+        named: dict[str, Any] = {}
+        for value in paper.OCCLUSIONS:
+            members = context.cell("MaskLAM@GT", env, loss_mask=not flags, occlusion=value).runs
+            if not members:
+                continue
+            try:
+                prediction, frames, _ = predicted(context, members[0])
+            except UserError as error:
+                item.missing += f"{line}, {value:.0%}: {error} "
+                continue
+            named[f"{value:.0%}\npredicted"], named[f"{value:.0%}\no(t+1)"] = prediction, frames
+        if len(named) > 2:
+            path = context.out / f"{name}_{line.split()[0]}.png"
+            item.pictures.append(pictures.rows(path, named, None, f"{env}, {line}: share of the agent's box occluded"))
+    if not item.pictures:
+        item.missing = item.missing or f"No finished runs on {env} with an occlusion."
+    return item
+
+
+def some_data(context: Context, env: str, mask_source: str) -> Dataset:
+    """The held-out split of a task, from where one of its runs had it. UserError if it is gone."""
+    members = [run for run in context.finished.runs if run.env == env and run.result is not None]
+    render = "distractor"
+    folders = [context.args.data_dir] if context.args.data_dir else [Path(run.args["data_dir"]) for run in members]
+    problem: UserError | None = None
+    for folder in dict.fromkeys(folders):
+        try:
+            return Dataset(folder, env, "test", render, mask_source)
+        except UserError as error:
+            problem = error
+    raise problem or UserError(f"no runs on {env}")
+
+
+def sam_figure(context: Context, envs: list[str], source: str = "sam") -> Item:
+    """The first frame with the prompt's box, and the masks that SAM made from it."""
+    item = Item("sam_masks", "Masks of SAM 2.1", "Masks", f"python make_masks.py --env {envs[0] if envs else 'all'}")
+    columns: list[tuple[str, np.ndarray, np.ndarray, tuple[float, ...]]] = []
+    for env in envs:
+        try:
+            dataset = some_data(context, env, source)
+        except UserError as error:
+            item.missing += f"{env}: {error} "
+            continue
+        size, later = dataset.image_size, dataset.episode_start[0] + min(20, np.diff(dataset.episode_start)[0] - 1)
+        index = np.array([dataset.episode_start[0], later])
+        masks = unpack_masks(torch.from_numpy(dataset.masks(index))[None], size, size)[0, :, 0].bool().numpy()
+        columns.append((env, dataset.frames(index), masks, get_task(env).scaled_box(size)))
+    if not columns:
+        item.missing = item.missing or "No task with runs has masks of SAM."
+        return item
+    names = ("first frame", "prompt", "mask", "frame 20", "its mask")
+    figure, axes = new_figure(len(columns) * len(names), len(columns), 1.9)
+    figure.set_size_inches(2.0 * len(columns) + 0.6, 1.9 * len(names))
+    from matplotlib.patches import Rectangle
+
+    for column, (env, frames, masks, box) in enumerate(columns):
+        shown = (frames[0], frames[0], masks[0], frames[1], masks[1])
+        for row, (name, image) in enumerate(zip(names, shown)):
+            axis = axes[row * len(columns) + column]
+            axis.imshow(image, cmap="gray", interpolation="nearest", vmin=0, vmax=None if image.ndim == 3 else 1)
+            axis.set(xticks=[], yticks=[])
+            if name == "prompt":
+                x0, y0, x1, y1 = box
+                axis.add_patch(Rectangle((x0 - 0.5, y0 - 0.5), x1 - x0, y1 - y0, fill=False, ec="lime", lw=2))
+            if column == 0:
+                axis.set_ylabel(name)
+            if row == 0:
+                axis.set_title(env)
+    item.pictures = [save(figure, context.out / "sam_masks.png")]
+    item.text = "One box per task in an episode's first frame; the tracker follows the agent from there."
+    return item
+
+
+def dilation_figure(context: Context, env: str) -> Item:
+    """A frame and its mask, grown and shrunk by 0 to 3 pixels, through MaskLAM's own code."""
+    import masklam
+
+    item = Item(f"mask_dilation_masks_{env}", f"Grown and shrunk masks, {env}", "Masks", "python make_figures.py")
+    try:
+        dataset = some_data(context, env, "gt")
+    except UserError as error:
+        item.missing = str(error)
+        return item
+    index = strip(dataset)[len(strip(dataset)) // 2 :][:1]
+    batch = next(sequential(dataset, 1, max_offset=1, device=torch.device("cpu"), masks=True, indices=index))
+    named = {}
+    for label, sign in (("dilation", 1), ("erosion", -1)):
+        images = [normalise(batch.frames)[0, 2]]
+        for width in range(4):
+            mask = masklam.observe(batch, masklam.Args(mask_dilation=sign * width))[2][0, 2]
+            images.append(mask.expand(3, -1, -1) - 0.5)
+        named[label] = torch.stack(images)
+    path = context.out / f"{item.name}.png"
+    item.pictures = [pictures.rows(path, named, None, f"{env}: o(t), then 0, 1, 2, 3 pixels")]
+    return item
+
+
+def own_pictures(context: Context, env: str) -> Iterator[Item]:
+    """LAOF's flow figure and LAPO-Slots' slots, as the runs drew them: slots of the steadiest and least steady seed."""
+    for method, name, title in (("LAOF", "flow.png", "LAOF's flow target"), ("LAPO-Slots", "slots.png", "Slots")):
+        item = Item(
+            f"{name.split('.')[0]}_{env}", f"{title}, {env}", "Baselines",
+            context.experiment("main-table", "--env", env, "--methods", method),
+        )  # fmt: skip
+        members = [run for run in context.cell(method, env).runs if (run.dir / name).exists()]
+        if method == "LAPO-Slots" and members:
+            changes = {run.dir: run.result["slots"]["agent"]["changes"] or 0.0 for run in members}
+            members.sort(key=lambda run: changes[run.dir])
+            members = members[:1] + members[1:][-1:]
+            item.text = "; ".join(
+                f"seed {run.seed}: slot {run.result['slots']['selected']} selected, the agent's slot changes in "
+                f"{changes[run.dir]:.0%} of the steps"
+                for run in members
+            )
+        else:
+            members = members[:1]
+        if not members:
+            item.missing = f"No finished run of {method} on {env}."
+        for run in members:
+            with runs.atomic_path(context.out / f"{item.name}_seed{run.seed}.png") as temporary:
+                temporary.write_bytes((run.dir / name).read_bytes())
+            item.pictures.append(context.out / f"{item.name}_seed{run.seed}.png")
+        yield item
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def picture_envs(context: Context) -> list[str]:
+    """The tasks that get pictures: those asked for, or the paper's, or the first of each suite that has runs."""
+    if context.args.env:
+        for env in context.args.env:
+            get_task(env)
+        return context.args.env
+    found = []
+    for suite, usual in (("dcs", "cheetah-run"), ("dmw", "push")):
+        there = context.tasks(suite)
+        found += [usual] if usual in there else there[:1]
+    return found
+
+
+def main(args: Args) -> None:
+    found = results.find_runs(args.runs_dir)
+    here = [run for run in found if run.quick == args.quick]
+    first = "python -m benchmarks.paper main-table --env cheetah-run" + (" --quick" if args.quick else "")
+    if not here:
+        other = sum(run.quick != args.quick for run in found)
+        hint = f"; there are {other} {'without' if args.quick else 'with'} --quick" if other else ""
+        wanted = "with --quick" if args.quick else "at the paper's scale"
+        raise UserError(f"{args.runs_dir}: no runs {wanted}{hint}. Start with: {first}")
+    context = Context(Finished(here, args.quick, args.seeds), args.out, args)
+    args.out.mkdir(parents=True, exist_ok=True)
+    done = sum(run.result is not None for run in here)
+    print(f"{len(here)} runs, {done} finished")
+
+    items: list[Item] = []
+    steps: list[Callable[[], Any]] = [lambda: aggregate_table(context), lambda: task_tables(context)]
+    steps += [lambda: interval_figure(context), lambda: cost_table(context)]
+    steps += [lambda: sweep_figures(context), lambda: ablation_figure(context)]
+    for env in picture_envs(context):
+        for function in (umap_figure, eigen_cam_figure, world_model_figure, occlusion_figure):
+            steps.append(lambda function=function, env=env: function(context, env))
+        steps.append(lambda env=env: list(own_pictures(context, env)))
+        steps.append(lambda env=env: dilation_figure(context, env))
+    steps.append(lambda: sam_figure(context, [env for suite in SUITES for env in context.tasks(suite)]))
+    progress = runs.Progress("figures", len(steps), "steps")
+    for step in steps:
+        if runs.stop_requested():
+            raise runs.Stopped("what is drawn stays; the same command draws everything again")
+        made = step()
+        items += made if isinstance(made, list) else [made]
+        progress.update(1)
+    progress.close()
+    commits = sorted({run.commit[:8] + run.commit[40:] for run in here if run.result is not None})
+    about = f"{done} finished runs of {len(here)} in {args.runs_dir}, {'--quick' if args.quick else 'paper scale'}"
+    about += f", {args.seeds} seeds asked for; commits: {', '.join(commits) or 'none'}."
+    path = page(args.out / "index.html", "MaskLAM: tables and figures", about, items)
+    missing = [item for item in items if item.missing]
+    for item in missing:
+        print(f"missing: {item.title}: {item.missing.strip()}\n    {item.command}")
+    print(f"{len(items) - len(missing)} tables and figures, {len(missing)} with something missing: {path}")
+
+
+if __name__ == "__main__":
+    runs.cli(main, Args())
