@@ -166,7 +166,7 @@ def aggregate_table(context: Context) -> Item:
         kinds = [
             ("", {"nmse": "eval/nmse", "return": "eval/normalised_paper"}),
             (", untrained", {"nmse": "eval/nmse_untrained"}),
-            (", this data's expert", {"return": "eval/normalised_dataset"}),
+            (", data's expert", {"return": "eval/normalised_dataset"}),
         ]
         for name, metrics in kinds:
             row = [Entry(method + name)]
@@ -205,7 +205,7 @@ def task_table(context: Context, kind: str, suite: str, render: str) -> tuple[Ta
     table = Table(f"{NAMES[suite]}, {where}: {word}", ["method", *envs])
     table.caption = "Mean ± standard deviation (n - 1) over seeds."
     beside = [("untrained", "eval/nmse_untrained")] if kind == "nmse" else []
-    beside += [("this data's expert", "eval/normalised_dataset")] if kind == "return" else []
+    beside += [("data's expert", "eval/normalised_dataset")] if kind == "return" else []
     ours_rows, any_runs = [], False
     for method in paper.METHODS:
         cells = [context.cell(method, env, **RENDERS[render]) for env in envs]

@@ -104,7 +104,11 @@ class Table:
             return f"<{tag}>{text}" + (f"<sup>{self._marks(entry)}</sup>" if entry.notes else "") + f"</{tag}>"
 
         head = "".join(f"<th>{html.escape(name)}</th>" for name in self.head)
-        rows = "".join("<tr>" + cell(row[0], "th") + "".join(map(cell, row[1:])) + "</tr>" for row in self.rows)
+        kinds = [' class="beside"' if ", " in row[0].text else "" for row in self.rows]  # "LAPO, paper"
+        rows = "".join(
+            f"<tr{kind}>" + cell(row[0], "th") + "".join(map(cell, row[1:])) + "</tr>"
+            for kind, row in zip(kinds, self.rows)
+        )
         notes = "".join(f"<li><sup>{k}</sup> {html.escape(note)}</li>" for note, k in self.footnotes().items())
         caption = f"<p>{html.escape(self.caption)}</p>" if self.caption else ""
         return (
@@ -186,7 +190,7 @@ class Item:
 
 STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; }
-body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 70rem; padding: 1rem; }
+body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 84rem; padding: 1rem; }
 h1 { font-size: 1.5rem; } h3 { margin: 1.8rem 0 .3rem; }
 h2 { margin-top: 2.5rem; border-bottom: 1px solid var(--line); }
 nav a { margin-right: 1rem; white-space: nowrap; }
@@ -194,6 +198,11 @@ nav a { margin-right: 1rem; white-space: nowrap; }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
 tr > th:first-child { text-align: left; position: sticky; left: 0; background: Canvas; }
+tbody > tr > th { white-space: normal; min-width: 6.5rem; max-width: 12rem; }
+thead > tr > th { white-space: normal; vertical-align: bottom; }
+.beside { color: color-mix(in srgb, CanvasText 60%, Canvas); }
+.beside > th { font-weight: normal; padding-left: 1.2rem; }
+@media (max-width: 40rem) { table { font-size: .75rem; } th, td { padding: .2rem .4rem; } }
 img { max-width: 100%; height: auto; background: white; display: block; margin: .5rem 0; }
 pre { background: var(--soft); padding: .5rem .7rem; overflow-x: auto; font-size: .8rem; margin: .4rem 0; }
 .notes { font-size: .8rem; padding-left: 1rem; list-style: none; }
@@ -215,12 +224,13 @@ def page(path: Path, title: str, about: str, items: list[Item]) -> Path:
             body.append(f'<section id="{html.escape(item.name)}"><h3>{html.escape(item.title)}</h3>')
             if item.text:
                 body.append(f"<p>{html.escape(item.text)}</p>")
-            if item.table is not None:
-                body.append(item.table.html())
-            for picture in item.pictures if item.table is None else []:
+            for picture in item.pictures:
                 data = base64.b64encode(picture.read_bytes()).decode()
                 alt = html.escape(f"{item.title}: {picture.stem}")
                 body.append(f'<img alt="{alt}" src="data:image/png;base64,{data}">')
+            if item.table is not None:
+                numbers = item.table.html()
+                body.append(f"<details><summary>Numbers</summary>{numbers}</details>" if item.pictures else numbers)
             if item.missing:
                 body.append(f'<p class="missing">{html.escape(item.missing)}</p>')
             body.append(f"<pre>{html.escape(item.command)}</pre></section>")
