@@ -48,6 +48,8 @@ class Args:
     """take the runs that were made with --quick"""
     seeds: int = 3
     """seeds that a cell of a table should have; fewer get a mark"""
+    set: list[str] = field(default_factory=list)
+    """the flags that benchmarks.paper was given with --set: what the runs should have besides the paper's settings"""
     data_dir: Path | None = None
     """folder of the data sets; None: where each run had them"""
     env: list[str] = field(default_factory=list)
@@ -70,15 +72,18 @@ class Context:
         """The command that makes the runs of an experiment, at this scale."""
         words = ["python", "-m", "benchmarks.paper", name, *more, *(["--quick"] if self.args.quick else [])]
         words += ["--seeds", str(self.args.seeds)] if self.args.seeds != 3 else []
+        words += ["--set", *self.args.set] if self.args.set else []
         words += ["--runs-dir", str(self.args.runs_dir)] if self.args.runs_dir != Path("runs") else []
         return shlex.join(words)
 
     def cell(self, method: str, env: str, **factors: Any) -> Cell:
         """The runs of a row of the main table on a task, with further arguments."""
         script, own, paper_scale = paper.METHODS[method]
-        quick = self.finished.quick
-        wanted = changed_by(script, env, quick, tuple(own)) | factors
-        usual = {} if quick else changed_by(script, env, quick, tuple(paper_scale))
+        flags = [] if self.finished.quick else paper_scale
+        flags = [*flags, *paper.known_flags(self.args.set, script), *own]
+        values = changed_by(script, env, self.finished.quick, tuple(flags)) | factors
+        wanted = {key: value for key, value in values.items() if key in results.FACTORS}
+        usual = {key: value for key, value in values.items() if key not in results.FACTORS}
         return self.finished.cell(script, env, wanted, usual)
 
     def tasks(self, suite: str) -> list[str]:

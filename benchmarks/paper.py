@@ -200,6 +200,11 @@ def field_of(flag: str, script: str) -> str | None:
     return name if name in known else name.removeprefix("no_") if name.removeprefix("no_") in known else None
 
 
+def known_flags(items: list[str], script: str) -> list[str]:
+    """The words of --set that a script has a flag for."""
+    return [word for flag in flag_words(items, "--set") if field_of(flag[0], script) for word in flag]
+
+
 @functools.cache
 def parse(script: str, argv: tuple[str, ...]) -> tuple[Any, Path]:
     """The arguments of a method script's command line, and its run directory. UserError if they are refused."""
@@ -238,10 +243,7 @@ def command(planned: Planned, args: Args) -> Command:
     """The command line of a planned run with the flags that all share. UserError if its script refuses them."""
     script, own, paper_scale = METHODS[planned.method]
     words = ["--env", planned.env, "--seed", str(planned.seed), *(["--quick"] if args.quick else paper_scale)]
-    words += [*own, *planned.flags]
-    for flag in flag_words(args.set, "--set"):
-        if field_of(flag[0], script) is not None:
-            words += flag
+    words += [*known_flags(args.set, script), *own, *planned.flags]  # later ones win: a sweep's value over --set
     if planned.lam_from is not None:
         words += ["--lam-from", str(command(planned.lam_from, args).run_dir)]
     words += ["--data-dir", str(args.data_dir), "--runs-dir", str(args.runs_dir)]
@@ -546,7 +548,7 @@ def main(args: Args) -> None:
             print(f"{'# finished: ' if job.done() else ''}{job.command}")
         return
     figures = ["python", "make_figures.py", *(["--quick"] if args.quick else []), "--seeds", str(args.seeds)]
-    figures += ["--runs-dir", str(args.runs_dir)]
+    figures += ["--runs-dir", str(args.runs_dir), *(["--set", *args.set] if args.set else [])]
     if all(job.done() for job in jobs):
         print(f"nothing to run; tables and figures: {shlex.join(figures)}")
         return

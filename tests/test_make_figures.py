@@ -212,6 +212,18 @@ def test_other_settings_are_not_mixed_in(tmp_path: Path) -> None:
     assert rows(table)["MaskLAM@GT"][column(table, "DCS NMSE clean")].text == "0.8000"
 
 
+def test_set_moves_what_is_usual(tmp_path: Path) -> None:
+    """Runs of a grid with --set are its cells without a mark, also where it changes what a sweep varies."""
+    write_run(tmp_path, "lapo", "cheetah-run", 1, 0.5, name="small", lam_updates=9, num_labels=60)
+    write_run(tmp_path, "lapo", "cheetah-run", 1, 0.6, name="fewer", lam_updates=9, num_labels=30)
+    found = context(tmp_path, 1)
+    assert found.cell("LAPO", "cheetah-run").runs == []
+    found.args.set = ["lam-updates=9", "num-labels=60", "slot-updates=3"]
+    assert found.cell("LAPO", "cheetah-run").values("eval/nmse") == [0.5]
+    assert found.cell("LAPO", "cheetah-run").notes == []
+    assert found.cell("LAPO", "cheetah-run", num_labels=30).values("eval/nmse") == [0.6]
+
+
 def test_the_papers_policy_of_laom_labels_is_expected(tmp_path: Path) -> None:
     write_run(tmp_path, "laom_labels", "cheetah-run", 1, 0.5, name="large", policy_scale=32)
     found = context(tmp_path, 1)

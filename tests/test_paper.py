@@ -92,6 +92,10 @@ def test_what_cannot_be_planned_is_refused() -> None:
     quick = planned("main-table", quick=True, env=["cheetah-run"], set=["slot-updates=7", "no-augment"])
     assert {one.args.slot_updates for one in quick if one.script == "lapo_slots"} == {7}
     assert {one.args.policy_scale for one in quick} == {1}
+    small = planned(
+        "label-budget", quick=True, env=["reach"], methods=["LAPO"], seeds=1, set=["num-labels=60"], values=["30"]
+    )
+    assert [one.args.num_labels for one in small] == [60, 30]  # --set moves the default and not the sweep
 
 
 def run(*words: str, **more) -> subprocess.CompletedProcess:
@@ -172,6 +176,7 @@ def test_figures_of_the_grid(grid: Path, tmp_path: Path) -> None:
     """One command draws what the runs allow, lists the rest, and the page needs no other file."""
     pytest.importorskip("umap")
     words = [sys.executable, "make_figures.py", "--runs-dir", str(grid), "--out", str(tmp_path), "--seeds", "1"]
+    words += TINY.split()
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     names = {path.name for path in tmp_path.iterdir()}
@@ -187,9 +192,9 @@ def test_figures_of_the_grid(grid: Path, tmp_path: Path) -> None:
     assert page.count("src=") == page.count('src="data:') and "href=" in page and "http" not in page
     assert "python -m benchmarks.paper label-budget" in page and "missing: Score against labels" in done.stdout
     results = {path.parents[1].name: json.loads(path.read_text()) for path in grid.glob("masklam/*/*/*/result.json")}
-    for name, result in results.items():
-        if "occlusion" in name:
-            assert f"{result['metrics']['eval/nmse']:.4f}" in (tmp_path / "occlusion_table.md").read_text()
+    for result in results.values():
+        assert f"{result['metrics']['eval/nmse']:.4f}" in (tmp_path / "occlusion_table.md").read_text()
+    assert "<sup>" not in (tmp_path / "occlusion_table.md").read_text()  # --set names all that the runs changed
 
 
 def test_data_and_masks_are_made_first(tmp_path: Path) -> None:
