@@ -108,12 +108,20 @@ def changed_by(script: str, env: str, quick: bool, flags: tuple[str, ...]) -> di
     return {key: value for key, value in values.items() if base[key] != value}
 
 
-def score_name(context: Context) -> str:
-    """The normalised score that the runs have: against the paper's expert, or the data's if episodes were shorter."""
+def score_name(context: Context, suite: str) -> str:
+    """The normalised score of a suite's runs: against the paper's expert, or the data's if episodes were shorter."""
     for run in context.finished.runs:
-        if run.result and run.result["metrics"].get("eval/normalised_paper") is not None:
-            return "eval/normalised_paper"
+        if run.result and get_task(run.env).suite == suite:
+            if run.result["metrics"].get("eval/normalised_paper") is not None:
+                return "eval/normalised_paper"
     return "eval/normalised_dataset"
+
+
+def score_label(context: Context, suite: str) -> str:
+    """What an axis says about it."""
+    name = "return" if suite == "dcs" else "success rate"
+    whose = "the paper's" if score_name(context, suite) == "eval/normalised_paper" else "the data's"
+    return f"{name} / {whose} expert's"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -250,8 +258,7 @@ def cell_entry(cell: Cell, metric: str, digits: int = 4) -> Entry:
 
 def interval_figure(context: Context) -> Item:
     """Interquartile means over tasks and seeds with stratified bootstrap 95% intervals, per suite and render."""
-    score = score_name(context)
-    panels = [(suite, metric) for suite in SUITES if context.tasks(suite) for metric in ("eval/nmse", score)]
+    panels = [(suite, kind) for suite in SUITES if context.tasks(suite) for kind in ("nmse", "score")]
     table = Table("Interquartile means and 95% intervals", ["method", "suite", "setting", "NMSE", "normalised score"])
     figure, axes = new_figure(len(panels), 2, 2.6)
     drawn: dict[tuple[str, str, str, str], Any] = {}
@@ -263,10 +270,11 @@ def interval_figure(context: Context) -> Item:
                 if not cells:
                     continue
                 row = [Entry(method), Entry(suite.upper()), Entry("clean" if render == "vanilla" else "distractors")]
-                for metric in ("eval/nmse", score):
+                for kind in ("nmse", "score"):
+                    metric = "eval/nmse" if kind == "nmse" else score_name(context, suite)
                     values = [cell.values(metric) for cell in cells if cell.values(metric)]
                     found = iqm_interval(values, context.args.bootstrap)
-                    drawn[suite, render, method, metric] = found
+                    drawn[suite, render, method, kind] = found
                     if found is None:
                         row.append(Entry("-"))
                     elif np.isnan(found[1]):
@@ -278,10 +286,10 @@ def interval_figure(context: Context) -> Item:
                     notes = {f"over {len(cells)} of {len(SUITES[suite])} tasks": None} | notes
                 row[0].notes = list(notes)
                 table.rows.append(row)
-    for axis, (suite, metric) in zip(axes, panels):
+    for axis, (suite, kind) in zip(axes, panels):
         for place, method in enumerate(reversed(paper.METHODS)):
             for render, marker, shift in (("vanilla", "o", 0.15), ("distractor", "s", -0.15)):
-                found = drawn.get((suite, render, method, metric))
+                found = drawn.get((suite, render, method, kind))
                 if found is None:
                     continue
                 point, low, high = found
@@ -290,7 +298,8 @@ def interval_figure(context: Context) -> Item:
                     point, place + shift, marker, color=COLORS[method], mfc="white" if render == "vanilla" else None
                 )
         axis.set_yticks(range(len(paper.METHODS)), list(reversed(paper.METHODS)))
-        axis.set_title(f"{suite.upper()}: {'NMSE' if metric == 'eval/nmse' else 'normalised score'}", fontsize=10)
+        axis.set_ylim(-0.5, len(paper.METHODS) - 0.5)
+        axis.set_title(f"{suite.upper()}: {'NMSE' if kind == 'nmse' else score_label(context, suite)}", fontsize=10)
         axis.grid(alpha=0.3)
     table.caption = (
         "Mean of the middle half of all runs; each task's runs are drawn anew among themselves "
@@ -419,15 +428,19 @@ def sweep_figure(
     *,
     title: str,
     label: str,
-    metric: str = "eval/nmse",
+    metric: str | None = "eval/nmse",
     log: bool = False,
     dashed: tuple[str, ...] = (),
     text: str = "",
 ) -> Item:
     """A metric against an argument, a line per method or loss with a band of one standard deviation, a panel per task.
 
-    dashed: rows of the main table that are drawn as horizontal lines.
+    dashed: rows of the main table that are drawn as horizontal lines. metric: None is the suite's normalised score.
     """
+
+    def read(env: str) -> str:
+        return metric or score_name(context, get_task(env).suite)
+
     envs = [env for suite in SUITES for env in context.tasks(suite)]
     by_env = {env: swept(context, methods, env, factor) for env in envs}
     by_env = {env: lines for env, lines in by_env.items() if any(len(points) > 1 for points in lines.values())}
@@ -444,7 +457,10 @@ def sweep_figure(
         for line in methods:
             points = [by_env[env][line] for env in tasks]
             common = sorted(set.intersection(*(set(found) for found in points)))
-            drawn = [(x, average([s for found in points if (s := found[x].stat(metric))])) for x in common]
+            drawn = [
+                (x, average([s for env, found in zip(tasks, points) if (s := found[x].stat(read(env)))]))
+                for x in common
+            ]
             drawn = [(x, value) for x, value in drawn if value is not None]
             if not drawn:
                 continue
@@ -454,7 +470,7 @@ def sweep_figure(
             axis.plot(x, mean, marker="o", color=colors[line], label=line)
             axis.fill_between(x, mean - std, mean + std, color=colors[line], alpha=0.2, lw=0)
         for method in dashed:
-            value = average([s for env in tasks if (s := context.cell(method, env).stat(metric))])
+            value = average([s for env in tasks if (s := context.cell(method, env).stat(read(env)))])
             if value is not None:
                 axis.axhline(value.mean, color=COLORS[method], ls="--", label=method)
         if log:
@@ -463,13 +479,13 @@ def sweep_figure(
             axis.set_xticks(ticks, [f"{t // 1000}k" if t >= 2000 else str(t) for t in map(int, ticks)], minor=False)
         axis.set(title=panel, xlabel=label)
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("NMSE" if metric == "eval/nmse" else "normalised score")
+        axis.set_ylabel("NMSE" if metric else score_label(context, get_task(tasks[0]).suite))
     handles = {text: handle for axis in axes for handle, text in zip(*axis.get_legend_handles_labels())}
     axes[0].legend(handles.values(), handles.keys(), fontsize=7)
     for env, lines in by_env.items():
         for line, points in lines.items():
             for x, cell in points.items():
-                table.rows.append([Entry(env), Entry(line), Entry(f"{x:g}"), cell_entry(cell, metric)])
+                table.rows.append([Entry(env), Entry(line), Entry(f"{x:g}"), cell_entry(cell, read(env))])
     item.pictures = [save(figure, context.out / f"{name}.png")]
     table.write(context.out, f"{name}_table")
     item.table = table
@@ -482,14 +498,12 @@ def sweep_figures(context: Context) -> list[Item]:
         line: ("MaskLAM@GT", {"loss_mask": not flags}) for line, flags in paper.LOSSES.items()
     }  # with and without --no-loss-mask
     rows = {method: (method, {}) for method in paper.METHODS}
-    score = score_name(context)
-    expert = "the paper's expert" if score == "eval/normalised_paper" else "the data's expert"
     return [
         sweep_figure(
             context, "label_budget", "num_labels", rows, title="Score against labels for the decoder",
-            label="labelled transitions", metric=score, log=True,
-            text=f"Relative to {expert}. The latent action model is held fixed: that of LAOM-Labels has seen the "
-            "labels of the main table's run at every budget, and LAPO-Slots' slot was chosen with them.",
+            label="labelled transitions", metric=None, log=True,
+            text="The latent action model is held fixed: that of LAOM-Labels has seen the labels of the main table's "
+            "run at every budget, and LAPO-Slots' slot was chosen with them.",
         ),
         sweep_figure(
             context, "latent_dim", "latent_dim", losses, title="NMSE against the latent dimension",

@@ -319,7 +319,7 @@ def pair_nmse(module, args, model, data: Path) -> float:
 # --- command line
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, "make_dataset", "make_experts"])
+@pytest.mark.parametrize("script", [*SCRIPTS, "make_dataset", "make_experts", "make_figures"])
 def test_help(script: str) -> None:
     command = [sys.executable, "-W", "error::UserWarning:tyro", f"{script}.py", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
