@@ -102,10 +102,10 @@ class Context:
 
 
 def changed_by(script: str, env: str, quick: bool, flags: tuple[str, ...]) -> dict[str, Any]:
-    """The arguments that flags of a method script change."""
+    """The arguments that flags of a method script change, of those that decide the numbers."""
     parsed, _ = paper.parse(script, ("--env", env, *(["--quick"] if quick else []), *flags))
     base, values = results.script_defaults(script, env, quick), runs.jsonable(parsed)
-    return {key: value for key, value in values.items() if base[key] != value}
+    return {key: value for key, value in values.items() if base[key] != value and key not in runs.RUNTIME_FIELDS}
 
 
 def score_name(context: Context, suite: str) -> str:

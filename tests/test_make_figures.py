@@ -218,7 +218,7 @@ def test_set_moves_what_is_usual(tmp_path: Path) -> None:
     write_run(tmp_path, "lapo", "cheetah-run", 1, 0.6, name="fewer", lam_updates=9, num_labels=30)
     found = context(tmp_path, 1)
     assert found.cell("LAPO", "cheetah-run").runs == []
-    found.args.set = ["lam-updates=9", "num-labels=60", "slot-updates=3"]
+    found.args.set = ["lam-updates=9", "num-labels=60", "slot-updates=3", "log-every=7"]
     assert found.cell("LAPO", "cheetah-run").values("eval/nmse") == [0.5]
     assert found.cell("LAPO", "cheetah-run").notes == []
     assert found.cell("LAPO", "cheetah-run", num_labels=30).values("eval/nmse") == [0.6]
