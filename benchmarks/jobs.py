@@ -28,6 +28,9 @@ ROOT = Path(__file__).parents[1]
 STOPPED = {128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT}  # exit codes: it can go on
 SLURM_SIGNAL_SECONDS = 120  # between the warning of a time limit or preemption and the end: time to save
 LOG_LINES = 12  # of a failed job that are shown
+ARRAY = 500  # jobs per submission to Slurm, whose arrays are limited (1001 by default)
+LOOK_SECONDS = 15.0  # between two looks at whether something is there that a running job makes
+GRACE = {"local": 5.0, "slurm": 120.0}  # seconds until a file that a job wrote must be seen, on a network file system
 State = Literal["waiting", "elsewhere", "running", "finished", "failed", "stopped", "blocked"]
 
 
@@ -109,10 +112,21 @@ class Job:
     state: State = "waiting"
     code: int | str | None = None
     seconds: float = 0.0
+    looked: float = -LOOK_SECONDS
 
     @property
     def command(self) -> str:
         return f"python {shlex.join(self.argv)}"
+
+    def there(self) -> bool:
+        """Whether what this job makes is there, whoever made it; looks at it every few seconds only."""
+        if self.state == "finished":
+            return True
+        ended = self.state in ("failed", "blocked", "stopped")
+        if not ended and time.monotonic() - self.looked < LOOK_SECONDS:
+            return False
+        self.looked = time.monotonic()
+        return self.done()
 
     def locked(self) -> bool:
         """True while some process holds the lock."""
@@ -218,6 +232,7 @@ class Runner:
         self.handles: dict[str, Any] = {}  # submitit's jobs by the names of ours
         self.slots: dict[str, int] = {}
         self.started: dict[str, float] = {}
+        self.ended: dict[str, float] = {}  # jobs that ended well, but whose result is not seen yet
         self.submitted_path = cluster.folder / "slurm_jobs.json"  # so that the same command finds what is in the queue
 
     def run(self, jobs: list[Job]) -> None:
@@ -259,10 +274,10 @@ class Runner:
         for job in jobs:
             if job.state not in ("waiting", "elsewhere"):
                 continue
-            states = {needed.state for needed in job.needs}
-            if states & {"failed", "blocked", "stopped"}:
-                job.state = "blocked"
-            elif states <= {"finished"}:
+            lacking = [needed for needed in job.needs if not needed.there()]
+            if lacking and all(needed.state in ("failed", "blocked", "stopped") for needed in lacking):
+                job.state = "blocked"  # else another one may still make it
+            elif not lacking:
                 if job.locked():
                     if job.state == "waiting":
                         print(f"elsewhere: {job.name} is run by another process; waiting for it", flush=True)
@@ -276,8 +291,10 @@ class Runner:
             return
         free = [slot for slot in range(self.cluster.at_once or 1) if slot not in self.slots.values()]
         for job, slot in zip(ready, free):
+            command = self.cluster.command(job, slot)
+            command.pid_file.unlink(missing_ok=True)  # of a process that was killed: the number may be another's now
             with _without_interrupts():
-                self.handles[job.name] = self.cluster.executor.submit(self.cluster.command(job, slot))
+                self.handles[job.name] = self.cluster.executor.submit(command)
             self.slots[job.name] = slot
             self._mark_started(job)
 
@@ -286,17 +303,27 @@ class Runner:
         print(f"start: {job.name}", flush=True)
 
     def _submit_array(self, ready: list[Job]) -> None:
+        limit = ARRAY if self.cluster.at_once is None else self.cluster.at_once - len(self.handles)
+        ready = ready[: max(0, min(limit, ARRAY))]
         if not ready:
             return
-        with self.cluster.executor.batch():
-            for job in ready:
-                self.handles[job.name] = self.cluster.executor.submit(self.cluster.command(job, 0))
+        try:
+            with self.cluster.executor.batch():
+                for job in ready:
+                    self.handles[job.name] = self.cluster.executor.submit(self.cluster.command(job, 0))
+        except Exception as error:  # whatever sbatch says, which submitit wraps
+            raise UserError(f"sbatch refused {len(ready)} jobs: {error}") from error
         for job in ready:
             self._mark_started(job)
-        self._remember()
+        self._remember({job.name: self.handles[job.name].job_id for job in ready})
 
-    def _remember(self) -> None:
-        runs.write_json(self.submitted_path, {name: handle.job_id for name, handle in self.handles.items()})
+    def _remember(self, changes: dict[str, str | None]) -> None:
+        """Notes Slurm's numbers of jobs, or with None that they ended. Other commands use the same file."""
+        with open(self.cluster.folder / ".slurm_jobs.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            known = json.loads(self.submitted_path.read_text()) if self.submitted_path.exists() else {}
+            known |= changes
+            runs.write_json(self.submitted_path, {name: job for name, job in known.items() if job is not None})
 
     def _find_submitted(self, jobs: list[Job]) -> None:
         """Jobs that an earlier command left in Slurm's queue."""
@@ -317,20 +344,40 @@ class Runner:
     def _collect(self, jobs: list[Job]) -> None:
         """Takes note of jobs that ended."""
         for job in jobs:
-            if job.state != "running" or not self.handles[job.name].done():
+            if job.state != "running" or not (job.name in self.ended or self.handles[job.name].done()):
                 continue
-            try:
-                job.code = self.handles[job.name].result()
-            except Exception as error:  # whatever submitit raises: the job never came to its end
-                job.code = f"{type(error).__name__}: {error}".splitlines()[0]
-            job.seconds = time.monotonic() - self.started[job.name]
-            job.state = "stopped" if job.code in STOPPED else "finished" if job.code == 0 and job.done() else "failed"
-            del self.handles[job.name]
+            if job.name not in self.ended:
+                self.ended[job.name] = time.monotonic()
+                job.seconds = time.monotonic() - self.started[job.name]
+                try:
+                    job.code = self.handles[job.name].result()
+                except Exception as error:  # whatever submitit raises: the job never came to its end
+                    job.code = f"{type(error).__name__}: {error}".splitlines()[0]
+            if job.done():
+                job.state = "finished"
+            elif job.code == 0:
+                if time.monotonic() - self.ended[job.name] < GRACE[self.cluster.kind]:
+                    continue
+                job.state = "failed"
+            elif job.locked():  # another command started the same run
+                job.state = "elsewhere"
+            elif job.code in STOPPED:
+                job.state = "waiting" if self._preempted(job) else "stopped"
+            else:
+                job.state = "failed"
+            del self.handles[job.name], self.ended[job.name]
             self.slots.pop(job.name, None)
             if self.cluster.kind == "slurm":
-                self._remember()
+                self._remember({job.name: None})
             note = "" if job.state == "finished" else f", exit code {job.code}"
-            print(f"{job.state}: {job.name}, {job.seconds:.0f} s{note}", flush=True)
+            word = "preempted, queued again" if job.state == "waiting" else job.state
+            print(f"{word}: {job.name}, {job.seconds:.0f} s{note}", flush=True)
+
+    def _preempted(self, job: Job) -> bool:
+        """True if Slurm stopped a job and nobody cancelled it: its script saved at the signal, before submitit's."""
+        if self.cluster.kind != "slurm" or runs.stop_requested():
+            return False
+        return not self.handles[job.name].get_info().get("State", "").startswith("CANCELLED")
 
     def _stop(self, jobs: list[Job]) -> None:
         """Lets local jobs save and end. Raises Stopped."""
@@ -357,6 +404,9 @@ class Runner:
 
     def _report(self, jobs: list[Job]) -> None:
         """Raises UserError if not all jobs are finished."""
+        for job in jobs:
+            if job.state in ("failed", "stopped") and job.done():  # another one that shared the work ended it
+                job.state = "finished"
         bad = [job for job in jobs if job.state in ("failed", "stopped")]
         blocked = [job for job in jobs if job.state == "blocked"]
         if not bad and not blocked:

@@ -541,6 +541,9 @@ def _dino_bytes(one: Command) -> float:
 def main(args: Args) -> None:
     commands = plan(args)
     jobs = all_jobs(args, commands)
+    for name, experiment in EXPERIMENTS.items():
+        if args.experiment in (name, "all"):
+            print(f"{name}: {experiment.title}")
     print(describe(args, commands, jobs), flush=True)
     if args.dry_run:
         print()

@@ -1,5 +1,6 @@
 """Jobs through submitit: order, failures, preemption, Slurm's queue (with stand-ins for its commands)."""
 
+import json
 import os
 import signal
 import stat
@@ -70,12 +71,43 @@ def test_order_failures_and_repetition(tmp_path: Path, no_signal) -> None:
     assert "2 of 5 jobs did not finish" in text and "| a line" in text and "| no such thing" in text
     assert str(tmp_path / "jobs/logs/bad.log") in text and bad.command in text
 
-    (tmp_path / "3").touch(), (tmp_path / "4").touch()  # mended
+    (tmp_path / "3").touch(), (tmp_path / "4").touch()  # mended by hand
     again = [job(one.name, tmp_path / str(i), argv=one.argv) for i, one in enumerate([first, after, bad, liar], 1)]
     again.append(job("blocked", tmp_path / "5", again[2]))
     Runner(Cluster("local", tmp_path / "jobs"), poll=0.05).run(again)
     assert all(one.state == "finished" for one in again)
     assert not (tmp_path / "jobs/logs/first.log").read_text().count("$ python") > 1  # it was not run again
+
+
+def test_jobs_that_share_work(tmp_path: Path, no_signal) -> None:
+    """Whoever makes it: a failed one of two that make the same thing neither blocks what needs it nor is a failure."""
+    made = tmp_path / "made"
+    slow = job(
+        "slow", made, argv=["-c", f"import time; time.sleep(1); from pathlib import Path; Path({str(made)!r}).touch()"]
+    )
+    dead = job("dead", made, argv=["-c", "raise SystemExit(3)"])
+    after = job("after", tmp_path / "after", slow, dead)
+    Runner(Cluster("local", tmp_path / "jobs", at_once=2), poll=0.05).run([dead, slow, after])
+    assert [one.state for one in (dead, slow, after)] == ["finished"] * 3
+    assert "$ python" in (tmp_path / "jobs/logs/dead.log").read_text()
+
+
+def test_a_run_that_another_command_started_is_not_a_failure(tmp_path: Path, no_signal) -> None:
+    """Both saw it free; the one that lost says so by its exit code, and the other one's result counts."""
+    holder = (
+        "import fcntl, sys, time; from pathlib import Path; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX)"
+    )
+    holder += "; Path(sys.argv[2]).touch(); time.sleep(3); Path(sys.argv[3]).touch()"
+    lock, held, done = tmp_path / "lock", tmp_path / "held", tmp_path / "done"
+    start = (
+        f"import subprocess, sys, time; from pathlib import Path; subprocess.Popen([sys.executable, '-c', {holder!r}"
+    )
+    start += (
+        f", {str(lock)!r}, {str(held)!r}, {str(done)!r}])\nwhile not Path({str(held)!r}).exists(): time.sleep(0.05)"
+    )
+    mine = job("mine", done, argv=["-c", start + "\nraise SystemExit('another process is writing')"], lock=lock)
+    Runner(Cluster("local", tmp_path / "jobs"), poll=0.05).run([mine])
+    assert mine.state == "finished"
 
 
 def test_a_stop_lets_jobs_save_and_the_same_command_goes_on(tmp_path: Path, no_signal) -> None:
@@ -102,7 +134,7 @@ def test_a_run_of_another_process_is_waited_for(tmp_path: Path, no_signal, capsy
     holder = (
         "import fcntl, sys, time; from pathlib import Path; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX)"
     )
-    holder += "; Path(sys.argv[2]).touch(); time.sleep(1.5); Path(sys.argv[3]).touch()"
+    holder += "; Path(sys.argv[2]).touch(); time.sleep(6); Path(sys.argv[3]).touch()"
     lock, held, done = tmp_path / "lock", tmp_path / "held", tmp_path / "done"
     process = subprocess.Popen([sys.executable, "-c", holder, str(lock), str(held), str(done)])
     wait_for(held.exists)
@@ -224,16 +256,52 @@ def test_slurm_gets_arrays_and_finds_its_queue_again(tmp_path: Path, slurm: Path
     assert "#SBATCH --account=lab" in text and "#SBATCH --exclusive" in text and "#SBATCH --signal=USR2@120" in text
 
     runs._stop_signal = None
-    timer = threading.Timer(1.0, (tmp_path / "go").touch)
-    timer.start()
     again = jobs()
-    Runner(cluster(), poll=0.1).run(again)
-    timer.join()
+    runner = Runner(cluster(), poll=0.1)
+    find = runner._find_submitted
+    runner._find_submitted = lambda found: (find(found), (tmp_path / "go").touch())  # released once they are found
+    runner.run(again)
     assert all(one.state == "finished" for one in again)
     out = capsys.readouterr().out
     assert "in the queue: a, Slurm job 7_0" in out and "in the queue: b" in out
     assert len(list(slurm.glob("*.sh"))) == 2  # a and b were not submitted again, c was
     assert (tmp_path / "jobs/logs/a.log").read_text().count("$ python") == 1
+
+
+def test_slurm_preempts_with_sigterm(tmp_path: Path, slurm: Path, no_signal, capsys) -> None:
+    """By default every process of a step gets SIGTERM: the script saves and ends, and its job is queued again."""
+    one = job("long", tmp_path / "done", argv=["-c", SAVES, str(tmp_path)])
+
+    def preempt() -> None:
+        wait_for((tmp_path / "started").exists)
+        child = int((tmp_path / "jobs/logs/long.pid").read_text())
+        task = int(Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        os.kill(task, signal.SIGTERM)
+        os.kill(child, signal.SIGTERM)
+
+    thread = threading.Thread(target=preempt)
+    thread.start()
+    Runner(Cluster("slurm", tmp_path / "jobs"), poll=0.1).run([one, job("later", tmp_path / "later", one)])
+    thread.join()
+    assert one.state == "finished" and "preempted, queued again: long" in capsys.readouterr().out
+    assert len(list(slurm.glob("*.sh"))) == 3 and json.loads((tmp_path / "jobs/slurm_jobs.json").read_text()) == {}
+
+
+def test_slurm_jobs_of_other_commands_stay_known(tmp_path: Path, slurm: Path) -> None:
+    path = tmp_path / "jobs/slurm_jobs.json"
+    first, second = (Runner(Cluster("slurm", tmp_path / "jobs")) for _ in range(2))
+    first._remember({"a": "1_0", "b": "1_1"})
+    second._remember({"c": "2_0"})
+    second._remember({"c": None})
+    first._remember({"a": None})
+    assert json.loads(path.read_text()) == {"b": "1_1"}
+
+
+def test_slurm_that_refuses_is_an_error(tmp_path: Path, slurm: Path, no_signal) -> None:
+    sbatch = next(path for path in (tmp_path / "tools").iterdir() if path.name == "sbatch")
+    sbatch.write_text("#!/bin/bash\necho 'invalid partition' >&2\nexit 1\n")
+    with pytest.raises(UserError, match=r"sbatch refused 1 jobs[\s\S]*invalid partition"):
+        Runner(Cluster("slurm", tmp_path / "jobs"), poll=0.1).run([job("a", tmp_path / "a")])
 
 
 def test_no_slurm_is_said(tmp_path: Path, monkeypatch) -> None:

@@ -125,11 +125,6 @@ def grid(data: Path, tmp_path_factory) -> Path:
     broken.run_dir.mkdir(parents=True)
     (broken.run_dir / "args.json").write_text(json.dumps(runs.jsonable(broken.args) | {"lam_updates": 99}))
 
-    done = run(*words, "--dry-run")
-    assert done.returncode == 0, done.stderr
-    assert "4 runs: 0 finished, 1 to go on with, 3 to start" in done.stdout and "data cheetah-run: there" in done.stdout
-    assert done.stdout.count("python masklam.py") == 4 and not (runs_dir / "paper").exists()
-
     for stopped in range(2):
         process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.paper", *words], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -154,8 +149,20 @@ def grid(data: Path, tmp_path_factory) -> Path:
     assert done.returncode == 0, done.stderr
     assert "3 finished, 0 to go on with, 1 to start" in done.stdout and "make_figures.py" in done.stdout
     assert all((path / "result.json").stat().st_mtime_ns == time_ for path, time_ in times.items())
-    assert "nothing to run" in run(*words).stdout
     return runs_dir
+
+
+def test_dry_run_and_nothing_left_to_run(grid: Path, data: Path, tmp_path: Path, capsys) -> None:
+    """A dry run says what there is and makes nothing; a finished grid is not run again."""
+    for folder, counts in ((tmp_path / "runs", "0 finished, 0 to go on with, 4 to start"), (grid, "4 finished")):
+        for dry_run in (True, False) if folder == grid else (True,):
+            args = paper.Args("occlusion", ["cheetah-run"], [], 1, ["0.0", "0.5"], set=TINY.split()[1:], data_dir=data,
+                              runs_dir=folder, dry_run=dry_run)  # fmt: skip
+            paper.main(args)
+            out = capsys.readouterr().out
+            assert f"4 runs: {counts}" in out
+            assert out.count("python masklam.py") == 4 * dry_run and ("nothing to run" in out) == (not dry_run)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_the_interrupted_grid_has_the_numbers_of_an_undisturbed_run(grid: Path, data: Path, tmp_path: Path) -> None:
