@@ -9,6 +9,7 @@ listed there with the command that makes what it needs; runs come from python -m
 
 from __future__ import annotations
 
+import collections
 import itertools
 import json
 import shlex
@@ -67,6 +68,7 @@ class Context:
     finished: Finished
     out: Path
     args: Args
+    rows: dict[tuple[str, str], dict[str, Cell]] = field(default_factory=dict)
 
     def experiment(self, name: str, *more: str) -> str:
         """The command that makes the runs of an experiment, at this scale."""
@@ -74,17 +76,33 @@ class Context:
         words += ["--seeds", str(self.args.seeds)] if self.args.seeds != 3 else []
         words += ["--set", *self.args.set] if self.args.set else []
         words += ["--runs-dir", str(self.args.runs_dir)] if self.args.runs_dir != Path("runs") else []
+        folders = collections.Counter(str(run.args.get("data_dir", "data")) for run in self.finished.runs)
+        folder = str(self.args.data_dir or folders.most_common(1)[0][0])
+        words += ["--data-dir", folder] if folder != "data" else []
         return shlex.join(words)
 
-    def cell(self, method: str, env: str, **factors: Any) -> Cell:
-        """The runs of a row of the main table on a task, with further arguments."""
+    def cell(self, method: str, env: str, held: int | None = None, **factors: Any) -> Cell:
+        """The runs of a row of the main table on a task, with further arguments.
+
+        held: labels of the runs that they should have their latent action model from; None: they trained their own.
+        """
         script, own, paper_scale = paper.METHODS[method]
         flags = [] if self.finished.quick else paper_scale
         flags = [*flags, *paper.known_flags(self.args.set, script), *own]
         values = changed_by(script, env, self.finished.quick, tuple(flags)) | factors
         wanted = {key: value for key, value in values.items() if key in results.FACTORS}
         usual = {key: value for key, value in values.items() if key not in results.FACTORS}
+        if held is not None:
+            usual["lam_from"] = held
         return self.finished.cell(script, env, wanted, usual)
+
+    def row_cells(self, env: str, render: str) -> dict[str, Cell]:
+        """The main table's cells of a task: one per row. Those on other data than the others are marked."""
+        if (env, render) not in self.rows:
+            cells = {method: self.cell(method, env, **RENDERS[render]) for method in paper.METHODS}
+            results.mark_odd_data(cells.values())
+            self.rows[env, render] = cells
+        return self.rows[env, render]
 
     def tasks(self, suite: str) -> list[str]:
         """The suite's tasks that have runs."""
@@ -110,11 +128,14 @@ def changed_by(script: str, env: str, quick: bool, flags: tuple[str, ...]) -> di
 
 def score_name(context: Context, suite: str) -> str:
     """The normalised score of a suite's runs: against the paper's expert, or the data's if episodes were shorter."""
-    for run in context.finished.runs:
-        if run.result and get_task(run.env).suite == suite:
-            if run.result["metrics"].get("eval/normalised_paper") is not None:
-                return "eval/normalised_paper"
-    return "eval/normalised_dataset"
+    count = collections.Counter(
+        name
+        for run in context.finished.runs
+        if run.result and get_task(run.env).suite == suite
+        for name in ("eval/normalised_paper", "eval/normalised_dataset")
+        if run.result["metrics"].get(name) is not None
+    )
+    return max(("eval/normalised_paper", "eval/normalised_dataset"), key=lambda name: count[name])
 
 
 def score_label(context: Context, suite: str) -> str:
@@ -134,33 +155,47 @@ def published(kind: str, suite: str, render: str, method: str, envs: list[str]) 
     return average([Stat(numbers[env][0], numbers[env][1], ()) for env in envs])
 
 
+def suite_tasks(context: Context, method: str, suite: str, render: str, metric: str) -> list[str]:
+    """The tasks of a suite over which our mean of a metric goes: those with a value that may be averaged."""
+    return [e for e in context.tasks(suite) if context.row_cells(e, render)[method].stat(metric) is not None]
+
+
 def suite_entry(context: Context, method: str, suite: str, render: str, metric: str, digits: int = 4) -> Entry:
     """Our mean over a suite's tasks, as the paper aggregates, with the notes of all cells."""
-    found, by_note = [], {}
+    by_note: dict[str, list[str]] = {}
     for env in context.tasks(suite):
-        cell = context.cell(method, env, **RENDERS[render])
-        value = cell.stat(metric)
-        if value is not None:
-            found.append(value)
-        if cell.values(metric):
-            for note in cell.notes:
-                by_note.setdefault(note, []).append(env)
-    if not found and not by_note:
+        cell = context.row_cells(env, render)[method]
+        for note in cell.notes if cell.values(metric) else []:
+            by_note.setdefault(note, []).append(env)
+    envs = suite_tasks(context, method, suite, render, metric)
+    if not envs and not by_note:
         return Entry("-")
     everywhere = len(context.tasks(suite))
-    notes = [note if len(envs) == everywhere else f"{note} ({', '.join(envs)})" for note, envs in by_note.items()]
-    if len(found) < len(SUITES[suite]):
-        notes.insert(0, f"over {len(found)} of {len(SUITES[suite])} tasks")
-    return Entry(number(average(found), digits), notes)
+    notes = [note if len(those) == everywhere else f"{note} ({', '.join(those)})" for note, those in by_note.items()]
+    if len(envs) < len(SUITES[suite]):
+        notes.insert(0, f"over {len(envs)} of {len(SUITES[suite])} tasks")
+    value = average([context.row_cells(env, render)[method].stat(metric) for env in envs])
+    return Entry(number(value, digits), notes)
 
 
-def embolden(rows: list[list[Entry]], column: int, lowest: bool) -> None:
-    """Sets the best of a column of ``mean ± deviation`` in bold, if there are at least two."""
+def embolden(rows: list[list[Entry]], column: int, lowest: bool, over: list[list[str]] | None = None) -> None:
+    """Sets the best of a column of ``mean ± deviation`` in bold, if there are at least two and all mean the same tasks.
+
+    over: the tasks behind each row's mean.
+    """
     values = [(float(row[column].text.split()[0]), row) for row in rows if row[column].text[:1].isdigit()]
-    if len(values) > 1:
-        best = (min if lowest else max)(value for value, _ in values)
-        for value, row in values:
-            row[column].bold = value == best
+    if len(values) < 2 or (over is not None and len({tuple(envs) for envs in over if envs}) > 1):
+        return
+    best = (min if lowest else max)(value for value, _ in values)
+    for value, row in values:
+        row[column].bold = value == best
+
+
+def both_suites(one: Entry, other: Entry, stats: list[Stat | None]) -> Entry:
+    """The paper's single number: the mean of the two suites' aggregates."""
+    if None in stats:
+        return Entry("-")
+    return Entry(number(average(stats)), list(dict.fromkeys([*one.notes, *other.notes])))
 
 
 def aggregate_table(context: Context) -> Item:
@@ -168,43 +203,63 @@ def aggregate_table(context: Context) -> Item:
     columns = [
         (suite, kind, render) for suite in SUITES for kind in ("nmse", "return") for render in ("vanilla", "distractor")
     ]
-    short = {"nmse": "NMSE", "return": "NR"}
+    words = {"vanilla": "clean", "distractor": "distr."}
     head = ["method"]
     for suite, kind, render in columns:
-        name = "NSR" if (suite, kind) == ("dmw", "return") else short[kind]
-        head.append(f"{suite.upper()} {name} {'clean' if render == 'vanilla' else 'distr.'}")
+        score = "NR" if suite == "dcs" else "NSR"
+        head.append(f"{suite.upper()} {'NMSE' if kind == 'nmse' else score} {words[render]}")
+    head += [f"both NMSE {words[render]}" for render in RENDERS]
     table = Table("Latent action quality and behaviour cloning", head)
-    ours_rows = []
+    kinds = [
+        ("", {"nmse": "eval/nmse", "return": "eval/normalised_paper"}),
+        (", untrained", {"nmse": "eval/nmse_untrained"}),
+        (", data's expert", {"return": "eval/normalised_dataset"}),
+    ]
+    ours_rows: list[list[Entry]] = []
+    over: dict[tuple[str, int], list[str]] = {}
     for method in paper.METHODS:
-        kinds = [
-            ("", {"nmse": "eval/nmse", "return": "eval/normalised_paper"}),
-            (", untrained", {"nmse": "eval/nmse_untrained"}),
-            (", data's expert", {"return": "eval/normalised_dataset"}),
-        ]
         for name, metrics in kinds:
-            row = [Entry(method + name)]
+            row = [Entry(method + name, beside=bool(name))]
             for suite, kind, render in columns:
-                entry = Entry("-")
+                row.append(Entry("-"))
                 if kind in metrics:
-                    entry = suite_entry(context, method, suite, render, metrics[kind])
-                row.append(entry)
+                    row[-1] = suite_entry(context, method, suite, render, metrics[kind])
+            for render in RENDERS:
+                places = [1 + columns.index((suite, "nmse", render)) for suite in SUITES]
+                stats = [
+                    average(
+                        [
+                            context.row_cells(env, render)[method].stat(metrics["nmse"])
+                            for env in suite_tasks(context, method, suite, render, metrics["nmse"])
+                        ]
+                    )
+                    for suite in (SUITES if "nmse" in metrics else ())
+                ]
+                row.append(both_suites(*(row[place] for place in places), stats or [None]))
             if name == "" or any(entry.text != "-" for entry in row[1:]):
                 table.rows.append(row)
             if name == "":
                 ours_rows.append(row)
-        row = [Entry(f"{method}, paper")]
-        for suite, kind, render in columns:
-            envs = [e for e in context.tasks(suite) if context.cell(method, e, **RENDERS[render]).runs]
+        row, stats = [Entry(f"{method}, paper", beside=True)], {}
+        for column, (suite, kind, render) in enumerate(columns, 1):
+            envs = suite_tasks(context, method, suite, render, kinds[0][1][kind])
+            over[method, column] = envs
             envs = envs or SUITES[suite]
-            notes = [] if len(envs) == len(SUITES[suite]) else ["the paper's mean over the same tasks"]
-            row.append(Entry(number(published(kind, suite, render, method, envs)), notes))
+            notes = [] if len(envs) == len(SUITES[suite]) else ["the paper's mean over the same tasks as ours"]
+            stats[suite, kind, render] = published(kind, suite, render, method, envs)
+            row.append(Entry(number(stats[suite, kind, render]), notes))
+        for render in RENDERS:
+            places = [1 + columns.index((suite, "nmse", render)) for suite in SUITES]
+            parts = [stats[suite, "nmse", render] for suite in SUITES]
+            row.append(both_suites(*(row[place] for place in places), parts))
         table.rows.append(row)
     for column, (_, kind, _) in enumerate(columns, 1):
-        embolden(ours_rows, column, lowest=kind == "nmse")
+        embolden(ours_rows, column, kind == "nmse", [over[method, column] for method in paper.METHODS])
     table.caption = (
-        "Mean over tasks of means over seeds ± mean of standard deviations over seeds (n - 1). NMSE: error of a linear "
-        "probe, lower is better; untrained: the same probe before training. NR, NSR: return and success rate relative "
-        "to the paper's expert, or to this data's; only of whole episodes. Bold: best of ours."
+        "Mean over tasks of means over seeds ± mean of standard deviations over seeds (n - 1); both: mean of the two "
+        "suites. NMSE: error of a linear probe, lower is better; untrained: the same probe before training. NR, NSR: "
+        "return and success rate relative to the paper's expert, or to the data's; only of whole episodes. Bold: best "
+        "of ours."
     )
     table.write(context.out, "aggregate")
     return Item("aggregate", "Main table", "Tables", context.experiment("main-table"), table=table)
@@ -221,15 +276,16 @@ def task_table(context: Context, kind: str, suite: str, render: str) -> tuple[Ta
     beside += [("data's expert", "eval/normalised_dataset")] if kind == "return" else []
     ours_rows, any_runs = [], False
     for method in paper.METHODS:
-        cells = [context.cell(method, env, **RENDERS[render]) for env in envs]
+        cells = [context.row_cells(env, render)[method] for env in envs]
         any_runs |= any(cell.runs for cell in cells)
         ours_rows.append([Entry(method), *(cell_entry(cell, metric) for cell in cells)])
         table.rows.append(ours_rows[-1])
         for name, other in beside:
             if any(cell.values(other) for cell in cells):
-                table.rows.append([Entry(f"{method}, {name}"), *(Entry(number(cell.stat(other))) for cell in cells)])
+                values = [Entry(number(cell.stat(other))) for cell in cells]
+                table.rows.append([Entry(f"{method}, {name}", beside=True), *values])
         numbers = [Entry(number(published(kind, suite, render, method, [env]))) for env in envs]
-        table.rows.append([Entry(f"{method}, paper"), *numbers])
+        table.rows.append([Entry(f"{method}, paper", beside=True), *numbers])
     for column in range(1, len(envs) + 1):
         embolden(ours_rows, column, lowest=kind == "nmse")
     return table, any_runs
@@ -265,7 +321,7 @@ def interval_figure(context: Context) -> Item:
     for suite in SUITES:
         for render in RENDERS:
             for method in paper.METHODS:
-                cells = [context.cell(method, env, **RENDERS[render]) for env in context.tasks(suite)]
+                cells = [context.row_cells(env, render)[method] for env in context.tasks(suite)]
                 cells = [cell for cell in cells if cell.runs and not cell.mixed]
                 if not cells:
                     continue
@@ -275,16 +331,14 @@ def interval_figure(context: Context) -> Item:
                     values = [cell.values(metric) for cell in cells if cell.values(metric)]
                     found = iqm_interval(values, context.args.bootstrap)
                     drawn[suite, render, method, kind] = found
+                    few = [f"over {len(values)} of {len(SUITES[suite])} tasks"] * (len(values) < len(SUITES[suite]))
                     if found is None:
                         row.append(Entry("-"))
                     elif np.isnan(found[1]):
-                        row.append(Entry(f"{found[0]:.4f}", ["no interval: a task has a single run"]))
+                        row.append(Entry(f"{found[0]:.4f}", [*few, "no interval: a task has a single run"]))
                     else:
-                        row.append(Entry(f"{found[0]:.4f} [{found[1]:.4f}, {found[2]:.4f}]"))
-                notes = dict.fromkeys(note for cell in cells for note in cell.notes)
-                if len(cells) < len(SUITES[suite]):
-                    notes = {f"over {len(cells)} of {len(SUITES[suite])} tasks": None} | notes
-                row[0].notes = list(notes)
+                        row.append(Entry(f"{found[0]:.4f} [{found[1]:.4f}, {found[2]:.4f}]", few))
+                row[0].notes = list(dict.fromkeys(note for cell in cells for note in cell.notes))
                 table.rows.append(row)
     for axis, (suite, kind) in zip(axes, panels):
         for place, method in enumerate(reversed(paper.METHODS)):
@@ -319,34 +373,25 @@ def cost_table(context: Context) -> Item:
     """Hours, memory and speed of whole runs, per method and suite, beside the paper's hours."""
     published_hours = json.loads(paper.NUMBERS.read_text())["wall_clock_hours_a100"]
     stages = ["slots", "lam", "bc", "decoder", "rest"]
-    head = ["method", "suite", "runs", "hours", *stages, "peak GiB", "samples/s of lam", "paper, A100 hours"]
+    head = ["method", "suite", "machine", "runs", "hours", *stages, "peak GiB", "samples/s of lam", "paper, A100 hours"]
     table = Table("Wall-clock time and memory per run", head)
-    for method in paper.METHODS:
-        for suite in SUITES:
-            found = [
-                run
-                for env in context.tasks(suite)
-                for render in RENDERS.values()
-                for run in context.cell(method, env, **render).runs
-                if "lam_from" not in run.result
-            ]
-            if not found:
-                continue
-            machines = sorted({run.result["machine"].get("gpu") or run.result["machine"]["cpu"] for run in found})
-            hours: dict[str, list[float]] = {name: [] for name in stages}
-            for run in found:
-                seconds = run.result["seconds"]
-                for name in stages[:-1]:
-                    hours[name].append(seconds.get(name, 0.0) / 3600)
-                rest = sum(value for name, value in seconds.items() if name not in stages)
-                hours["rest"].append(rest / 3600)
-            total = [sum(parts) for parts in zip(*hours.values())]
+    for method, suite in itertools.product(paper.METHODS, SUITES):
+        cells = [context.row_cells(env, render)[method] for env in context.tasks(suite) for render in RENDERS]
+        notes = list(dict.fromkeys(note for cell in cells for note in cell.notes if cell.runs))
+        whole = [run for cell in cells for run in cell.runs if "lam_from" not in run.result]
+        by_machine: dict[str, list[Run]] = {}
+        for run in whole:
+            machine = run.result["machine"].get("gpu") or run.result["machine"]["cpu"]
+            by_machine.setdefault(machine, []).append(run)
+        for machine, found in by_machine.items():
+            hours = {name: [run.result["seconds"].get(name, 0.0) / 3600 for run in found] for name in stages[:-1]}
+            total = [sum(run.result["seconds"].values()) / 3600 for run in found]
+            hours["rest"] = [whole - sum(parts) for whole, parts in zip(total, zip(*hours.values()))]
             speed = [run.result["stages"]["lam"]["samples_per_s"] for run in found]
             memory = max(run.result["peak_memory_gib"] for run in found)
-            notes = [f"on {' and '.join(machines)}"]
-            row = [Entry(method, notes), Entry(suite.upper()), Entry(str(len(found)))]
-            row += [Entry(f"{np.mean(values):.2f}") for values in (total, *hours.values())]
             name = "MaskLAM" if method.startswith("MaskLAM") else method
+            row = [Entry(method, notes), Entry(suite.upper()), Entry(machine), Entry(str(len(found)))]
+            row += [Entry(f"{np.mean(values):.2f}") for values in (total, *hours.values())]
             row += [
                 Entry(f"{memory:.1f}"),
                 Entry(f"{np.mean(speed):.0f}"),
@@ -415,7 +460,12 @@ def swept(context: Context, methods: dict[str, tuple[str, dict[str, Any]]], env:
     for line, (method, factors) in methods.items():
         script = paper.METHODS[method][0]
         values = {run.args[factor] for run in context.finished.select(script, env) if factor in run.args}
-        cells = {value: context.cell(method, env, **factors, **{factor: value}) for value in sorted(values)}
+        usual = changed_by(script, env, context.finished.quick, tuple(paper.known_flags(context.args.set, script)))
+        usual = usual.get(factor, results.script_defaults(script, env, context.finished.quick).get(factor))
+        cells = {}
+        for value in sorted(values):  # the decoder's labels alone change while the model is held fixed
+            held = usual if factor == "num_labels" and value != usual else None
+            cells[value] = context.cell(method, env, held, **factors, **{factor: value})
         found[line] = {value: cell for value, cell in cells.items() if cell.runs}
     return found
 
@@ -444,6 +494,9 @@ def sweep_figure(
     envs = [env for suite in SUITES for env in context.tasks(suite)]
     by_env = {env: swept(context, methods, env, factor) for env in envs}
     by_env = {env: lines for env, lines in by_env.items() if any(len(points) > 1 for points in lines.values())}
+    for env, lines in by_env.items():
+        others = [context.cell(method, env) for method in dashed]
+        results.mark_odd_data([cell for points in lines.values() for cell in points.values()] + others)
     more = [] if not context.args.env else ["--env", *context.args.env]
     item = Item(name, title, "Sweeps", context.experiment(name.replace("_", "-"), *more), text)
     if not by_env:
@@ -457,22 +510,22 @@ def sweep_figure(
         for line in methods:
             points = [by_env[env][line] for env in tasks]
             common = sorted(set.intersection(*(set(found) for found in points)))
-            drawn = [
-                (x, average([s for env, found in zip(tasks, points) if (s := found[x].stat(read(env)))]))
-                for x in common
-            ]
-            drawn = [(x, value) for x, value in drawn if value is not None]
+            drawn = []
+            for x in common:  # where every task of the panel has a value
+                stats = [found[x].stat(read(env)) for env, found in zip(tasks, points)]
+                if None not in stats:
+                    drawn.append((x, average(stats)))
             if not drawn:
                 continue
             x = np.array([value for value, _ in drawn], float)
             mean = np.array([value.mean for _, value in drawn])
-            std = np.array([value.std or 0.0 for _, value in drawn])
+            std = np.array([np.nan if value.std is None else value.std for _, value in drawn])  # no band for one seed
             axis.plot(x, mean, marker="o", color=colors[line], label=line)
             axis.fill_between(x, mean - std, mean + std, color=colors[line], alpha=0.2, lw=0)
         for method in dashed:
-            value = average([s for env in tasks if (s := context.cell(method, env).stat(read(env)))])
-            if value is not None:
-                axis.axhline(value.mean, color=COLORS[method], ls="--", label=method)
+            stats = [context.cell(method, env).stat(read(env)) for env in tasks]
+            if None not in stats:
+                axis.axhline(average(stats).mean, color=COLORS[method], ls="--", label=method)
         if log:
             axis.set_xscale("log", base=2)
             ticks = sorted({x for env in tasks for points in by_env[env].values() for x in points})
@@ -537,7 +590,11 @@ def ablation_figure(context: Context) -> Item:
     if not cells:
         item.missing = "No task has finished runs of an ablation."
         return item
+    for found in cells.values():
+        results.mark_odd_data(found.values())
     panels = panels_of(context, list(cells))
+    if len({get_task(env).suite for env in cells}) == 2:
+        panels.insert(0, ("both suites, mean of their means", list(cells)))
     figure, axes = new_figure(len(panels), 2, 3.4)
     for axis, (panel, tasks) in zip(axes, panels):
         for place, name in enumerate(paper.ABLATIONS):
@@ -545,6 +602,9 @@ def ablation_figure(context: Context) -> Item:
             if len(stats) < len(tasks):
                 continue
             value = average(stats)
+            if panel.startswith("both"):
+                suites = [[cells[e][name].stat("eval/nmse") for e in tasks if e in SUITES[suite]] for suite in SUITES]
+                value = average([average(each) for each in suites])
             color = "tab:blue" if name == "MaskLAM" else "tab:gray"
             axis.barh(place, value.mean, xerr=value.std, color=color, alpha=0.8, error_kw={"lw": 1})
             if len(tasks) == 1:
@@ -574,8 +634,26 @@ def value_seeds(cell: Cell) -> list[float]:
 
 def first_runs(context: Context, env: str, methods: tuple[str, ...] = tuple(paper.METHODS)) -> dict[str, Run]:
     """The first seed of each row of the main table on a task, under distractors."""
-    found = {method: context.cell(method, env).runs for method in methods}
+    found = {method: context.row_cells(env, "distractor")[method].runs for method in methods}
     return {method: members[0] for method, members in found.items() if members}
+
+
+def picture_notes(context: Context, env: str, chosen: dict[str, Run]) -> str:
+    """Which seeds a picture shows, and what must be known of them."""
+    seeds = {run.seed for run in chosen.values()}
+    text = (
+        f"Seed {seeds.pop()}."
+        if len(seeds) == 1
+        else f"Seeds {', '.join(f'{m}: {r.seed}' for m, r in chosen.items())}."
+    )
+    for method in chosen:
+        settings = [
+            note
+            for note in context.row_cells(env, "distractor")[method].notes
+            if note.startswith(("with ", "another data", "different data", "made from"))
+        ]
+        text += f" {method}: {'; '.join(settings)}." if settings else ""
+    return " " + text
 
 
 def umap_figure(context: Context, env: str) -> Item:
@@ -611,8 +689,8 @@ def umap_figure(context: Context, env: str) -> Item:
                 axis.set_ylabel(method, fontsize=9)
     figure.colorbar(dots, ax=axes, shrink=0.5, aspect=40)
     item.pictures = [save(figure, context.out / f"umap_{env}.png")]
-    item.text = f"Held-out transitions, seed {next(iter(chosen.values())).seed} of each method; UMAP's seed "
-    item.text += f"{context.args.umap_seed}. Colour: the true action."
+    item.text = f"Held-out transitions; UMAP's seed is {context.args.umap_seed}. Colour: the true action."
+    item.text += picture_notes(context, env, chosen)
     if lacking:
         item.text += f" Left out, since their runs are of an older version: {', '.join(lacking)}."
     return item
@@ -680,6 +758,7 @@ def eigen_cam_figure(context: Context, env: str) -> Item:
     """Where each method's inverse model looks in consecutive frames."""
     item = Item(f"eigen_cam_{env}", f"Eigen-CAM of the IDM, {env}", "Latent space", context.experiment("main-table"))
     named: dict[str, Any] = {}
+    shown: dict[str, Run] = {}
     for method, run in first_runs(context, env).items():
         if run.script == "lapo_slots":
             continue
@@ -689,7 +768,9 @@ def eigen_cam_figure(context: Context, env: str) -> Item:
         except UserError as error:
             item.missing += f"{method}: {error} "
             continue
-        named.setdefault("o(t)", frames)
+        if not shown:
+            named["o(t)"], outline = frames, masks
+        shown[method] = run
         encoder = model.idm if hasattr(model, "idm") else model.encoder
         found = last_activations(encoder, lambda m=module, n=model, b=batch, a=args: m.encode(n, b, a))
         named[method] = heat(frames, eigen_cam(found[: len(frames)]))
@@ -697,11 +778,11 @@ def eigen_cam_figure(context: Context, env: str) -> Item:
     if not named:
         item.missing = item.missing or f"No finished runs on {env} with an IDM that sees pixels."
         return item
-    pictures.rows(item.pictures[0], named, masks, f"Eigen-CAM, {env}: consecutive held-out frames")
+    pictures.rows(item.pictures[0], named, outline, f"Eigen-CAM, {env}: consecutive held-out frames")
     item.text = (
         "Projection of the last convolutional block's output (after its ReLU) on its first singular vector, per frame; "
         "red is high. For LAOM-Labels: the encoder's, of the current stack. LAPO-Slots' IDM sees slots and no pixels. "
-        "The outline is the agent's mask."
+        "The outline is the agent's mask." + picture_notes(context, env, shown)
     )
     return item
 
@@ -723,22 +804,26 @@ def world_model_figure(context: Context, env: str) -> Item:
     """Predicted next frames of the methods that predict pixels, below the true ones."""
     item = Item(f"world_model_{env}", f"World models, {env}", "World models", context.experiment("main-table"))
     named: dict[str, Any] = {}
+    shown: dict[str, Run] = {}
     for method, run in first_runs(context, env, ("LAPO", "LAOF", "MaskLAM@GT", "MaskLAM@SAM")).items():
         try:
             prediction, frames, masks = predicted(context, run)
         except UserError as error:
             item.missing += f"{method}: {error} "
             continue
-        named.setdefault("o(t+1)", frames)
+        if not shown:
+            named["o(t+1)"], outline = frames, masks
+        shown[method] = run
         named[method] = prediction
     if not named:
         item.missing = item.missing or f"No finished runs on {env} of a method that predicts pixels."
         return item
     path = context.out / f"world_model_{env}.png"
-    item.pictures = [pictures.rows(path, named, masks, f"{env}: consecutive held-out transitions")]
+    item.pictures = [pictures.rows(path, named, outline, f"{env}: consecutive held-out transitions")]
     item.text = (
         "LAOM-Labels and LAPO-Slots predict embeddings and slots, which have no picture. Outline: the agent's mask."
     )
+    item.text += picture_notes(context, env, shown)
     return item
 
 
@@ -889,6 +974,7 @@ def picture_envs(context: Context) -> list[str]:
 
 
 def main(args: Args) -> None:
+    paper.check_set(args.set)
     found = results.find_runs(args.runs_dir)
     here = [run for run in found if run.quick == args.quick]
     first = "python -m benchmarks.paper main-table --env cheetah-run" + (" --quick" if args.quick else "")
@@ -920,7 +1006,8 @@ def main(args: Args) -> None:
         items += made if isinstance(made, list) else [made]
         progress.update(1)
     progress.close()
-    commits = sorted({run.commit[:8] + run.commit[40:] for run in here if run.result is not None})
+    seen = set().union(*(run.commits for run in here if run.result is not None))
+    commits = sorted(commit[:8] + commit[40:] for commit in seen)
     about = f"{done} finished runs of {len(here)} in {args.runs_dir}, {'--quick' if args.quick else 'paper scale'}"
     about += f", {args.seeds} seeds asked for; commits: {', '.join(commits) or 'none'}."
     path = page(args.out / "index.html", "MaskLAM: tables and figures", about, items)

@@ -15,6 +15,7 @@ import functools
 import importlib
 import inspect
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -44,6 +45,7 @@ METHODS: dict[str, tuple[str, list[str], list[str]]] = {
 }
 DCS = [task.name for task in TASKS.values() if task.suite == "dcs"]
 DMW = [task.name for task in TASKS.values() if task.suite == "dmw"]
+QUICK_BUDGETS = [500, 1000, 2000, 4000]  # the quick data of Meta-World has 6,000 transitions
 LABEL_BUDGETS = [2000, 4000, 8000, 16_000, 32_000, 64_000, 128_000]
 LATENT_DIMS = [32, 64, 128, 256, 512, 1024]
 OCCLUSIONS = [0.0, 0.25, 0.5, 0.75]
@@ -200,6 +202,21 @@ def field_of(flag: str, script: str) -> str | None:
     return name if name in known else name.removeprefix("no_") if name.removeprefix("no_") in known else None
 
 
+RESERVED = {"env", "seed", "quick", "variant", "lam_from", "data_dir", "runs_dir"}
+
+
+def check_set(items: list[str]) -> None:
+    """UserError for a flag in --set that no method script has, or that the experiments themselves decide."""
+    for flag, *_ in flag_words(items, "--set"):
+        names = {field_of(flag, script) for script, _, _ in METHODS.values()} - {None}
+        if not names:
+            raise UserError(f"--set {flag.removeprefix('--')}: no method script has {flag}")
+        if names & RESERVED:
+            raise UserError(
+                f"--set {flag.removeprefix('--')}: the experiments decide this; see --env, --seeds, --quick"
+            )
+
+
 def known_flags(items: list[str], script: str) -> list[str]:
     """The words of --set that a script has a flag for."""
     return [word for flag in flag_words(items, "--set") if field_of(flag[0], script) for word in flag]
@@ -244,6 +261,10 @@ def command(planned: Planned, args: Args) -> Command:
     script, own, paper_scale = METHODS[planned.method]
     words = ["--env", planned.env, "--seed", str(planned.seed), *(["--quick"] if args.quick else paper_scale)]
     words += [*known_flags(args.set, script), *own, *planned.flags]  # later ones win: a sweep's value over --set
+    if "--clips-dir" not in words:  # the clips that make the data are those of the evaluation
+        for flag in flag_words(args.data_set, "--data-set"):
+            if flag[0] == "--davis-dir" or (flag[0] == "--backgrounds" and flag[1] not in ("davis", "synthetic")):
+                words += ["--clips-dir", flag[1]]
     if planned.lam_from is not None:
         words += ["--lam-from", str(command(planned.lam_from, args).run_dir)]
     words += ["--data-dir", str(args.data_dir), "--runs-dir", str(args.runs_dir)]
@@ -262,14 +283,13 @@ def plan(args: Args) -> list[Command]:
     names = list(EXPERIMENTS) if args.experiment == "all" else [args.experiment]
     if args.values and (len(names) > 1 or not EXPERIMENTS[names[0]].values):
         raise UserError("--values is for one of the sweeps: label-budget, latent-dim, occlusion, mask-dilation")
-    for flag, *_ in flag_words(args.set, "--set"):
-        if not any(field_of(flag, script) for script, _, _ in METHODS.values()):
-            raise UserError(f"--set {flag.removeprefix('--')}: no method script has {flag}")
+    check_set(args.set)
     methods, seeds = args.methods or list(METHODS), list(range(1, args.seeds + 1))
     found: dict[Path, Command] = {}
     for name in names:
         experiment = EXPERIMENTS[name]
-        values = args.values or [str(value) for value in experiment.values]
+        usual = QUICK_BUDGETS if name == "label-budget" and args.quick else experiment.values
+        values = args.values or [str(value) for value in usual]
         for planned in experiment.plan(args.env or experiment.envs, methods, seeds, values):
             made = command(planned, args)
             if planned.lam_from is not None:
@@ -479,7 +499,12 @@ def describe(args: Args, commands: list[Command], jobs: list[Job]) -> str:
     if unknown:
         lines.append(f"training: no record to estimate {unknown} of the runs from, which are not in these hours")
 
-    disk = 0.0
+    disk, temporary = 0.0, {}
+    hashes = {}
+    for env in {one.planned.env for one in commands}:
+        there = opened(args, env, "distractor", "gt")
+        if not isinstance(there, UserError):
+            hashes[env] = there[0].hash
     for env, wanted in needed(commands).items():
         render = sorted(wanted)[0][0]
         there = opened(args, env, render, "gt")
@@ -501,7 +526,7 @@ def describe(args: Args, commands: list[Command], jobs: list[Job]) -> str:
         derived = 0.0
         if "laof" in scripts and not _has(args, env, "raft"):
             derived += frames * pixels * 4 * len(renders)
-        derived += sum(frames * pixels / 8 for _, masks in wanted if masks != "gt")
+        derived += sum(frames * pixels / 8 for _, masks in wanted if masks != "gt" and not _has(args, env, masks))
         if derived:
             lines.append(f"data {env}: flow and masks beside the shards, at most {size(derived)}")
         if "lapo_slots" in scripts and not _has(args, env, "dino"):
@@ -509,13 +534,22 @@ def describe(args: Args, commands: list[Command], jobs: list[Job]) -> str:
             lines.append(f"data {env}: DINOv2's features beside the shards, {size(features)} if there is room for them")
         weights = sum(weight_bytes(one, int(pixels**0.5)) for one in unfinished if one.planned.env == env)
         labels = max(frames * one.args.latent_dim * 4 for one in scripts.values())
-        lines.append(
-            f"runs {env}: {size(weights)} of weights stay; while one trains, three times its weights per checkpoint "
-            f"and up to {size(labels)} of latent actions"
-        )
-        disk += derived + weights + labels
+        largest = max(weight_bytes(one, int(pixels**0.5)) for one in scripts.values())
+        here = len(os.sched_getaffinity(0)) if args.executor == "local" else len(unfinished)
+        at_once = min(args.jobs or here, len(unfinished))
+        temporary[env] = at_once * (labels + 6 * largest)  # two checkpoints with AdamW's moments
+        lines.append(f"runs {env}: {size(weights)} of weights stay")
+        disk += derived + weights
     if unfinished:
-        lines.append(f"disk: about {size(disk)} in all")
+        most = max(temporary.values())
+        lines.append(
+            f"disk: about {size(disk)} in all, and up to {size(most)} while the runs train (labels, checkpoints)"
+        )
+    stale = [one for one in commands if one.finished and one.planned.env in hashes]
+    stale = [one for one in stale if json.loads((one.run_dir / "args.json").read_text())["train_hash"]
+             != hashes[one.planned.env]]  # fmt: skip
+    if stale:
+        lines.append(f"warning: {len(stale)} finished runs saw other data than what is in {args.data_dir} now")
     counts = [sum(job.name.startswith(kind) and not job.done() for job in jobs) for kind in ("data-", "masks-")]
     if any(counts):
         lines.append(f"before the runs: {counts[0]} jobs for data, {counts[1]} for masks (not in the hours)")

@@ -16,11 +16,15 @@ DASH = "-"
 
 @dataclass
 class Entry:
-    """One place of a table: the text, notes that become footnotes, and whether it is set in bold."""
+    """One place of a table: the text, notes that become footnotes, and whether it is set in bold.
+
+    `beside`: at the start of a row that only stands beside the one above it (the paper's numbers, a control).
+    """
 
     text: str
     notes: list[str] = field(default_factory=list)
     bold: bool = False
+    beside: bool = False
 
 
 def number(stat: Stat | None, digits: int = 4) -> str:
@@ -104,7 +108,7 @@ class Table:
             return f"<{tag}>{text}" + (f"<sup>{self._marks(entry)}</sup>" if entry.notes else "") + f"</{tag}>"
 
         head = "".join(f"<th>{html.escape(name)}</th>" for name in self.head)
-        kinds = [' class="beside"' if ", " in row[0].text else "" for row in self.rows]  # "LAPO, paper"
+        kinds = [' class="beside"' if row[0].beside else "" for row in self.rows]
         rows = "".join(
             f"<tr{kind}>" + cell(row[0], "th") + "".join(map(cell, row[1:])) + "</tr>"
             for kind, row in zip(kinds, self.rows)
@@ -202,7 +206,10 @@ tbody > tr > th { white-space: normal; min-width: 6.5rem; max-width: 12rem; }
 thead > tr > th { white-space: normal; vertical-align: bottom; }
 .beside { color: color-mix(in srgb, CanvasText 60%, Canvas); }
 .beside > th { font-weight: normal; padding-left: 1.2rem; }
-@media (max-width: 40rem) { table { font-size: .75rem; } th, td { padding: .2rem .4rem; } }
+@media (max-width: 40rem) {
+  table { font-size: .75rem; } th, td { padding: .2rem .4rem; }
+  .wide > img { max-width: none; width: auto; max-height: 75vh; }
+}
 img { max-width: 100%; height: auto; background: white; display: block; margin: .5rem 0; }
 pre { background: var(--soft); padding: .5rem .7rem; overflow-x: auto; font-size: .8rem; margin: .4rem 0; }
 .notes { font-size: .8rem; padding-left: 1rem; list-style: none; }
@@ -227,7 +234,7 @@ def page(path: Path, title: str, about: str, items: list[Item]) -> Path:
             for picture in item.pictures:
                 data = base64.b64encode(picture.read_bytes()).decode()
                 alt = html.escape(f"{item.title}: {picture.stem}")
-                body.append(f'<img alt="{alt}" src="data:image/png;base64,{data}">')
+                body.append(f'<div class="wide"><img alt="{alt}" src="data:image/png;base64,{data}"></div>')
             if item.table is not None:
                 numbers = item.table.html()
                 body.append(f"<details><summary>Numbers</summary>{numbers}</details>" if item.pictures else numbers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import importlib
@@ -38,7 +39,7 @@ class Run:
     """A run directory: its arguments, and its result if it is finished.
 
     `changes`: arguments that differ from the script's defaults for its task and scale, without environment, seed and
-    what does not change the numbers.
+    what does not change the numbers; and ``lam_from``, the labels of the run that it has its latent action model from.
     """
 
     dir: Path
@@ -55,14 +56,22 @@ class Run:
         return bool(self.args.get("quick"))
 
     @property
-    def data(self) -> tuple[str, ...]:
-        """What tells the data apart: hashes of both splits and of their masks."""
-        return tuple(str(self.args.get(key, "")) for key in ("train_hash", "test_hash", "mask_hash"))
+    def frames(self) -> tuple[str, str]:
+        """What tells data sets apart: the hashes of both splits, the same for every method."""
+        return str(self.args.get("train_hash")), str(self.args.get("test_hash"))
 
     @property
-    def commit(self) -> str:
+    def data(self) -> tuple[tuple[str, str], ...]:
+        """What tells everything apart that a run has learned from: also masks, and weights behind flow and features."""
+        known = (key for key in self.args if key.endswith("_hash") and key != "lam_from_hash")
+        return tuple((key, str(self.args[key])) for key in sorted(known))
+
+    @property
+    def commits(self) -> set[str]:
+        """The commits of the run and of the one that it has its latent action model from."""
         assert self.result is not None
-        return self.result.get("commit") or "unknown"
+        held = self.result.get("lam_from", self.result)
+        return {self.result.get("commit") or "unknown", held.get("commit") or "unknown"}
 
 
 def read_run(directory: Path) -> Run | None:
@@ -88,6 +97,8 @@ def read_run(directory: Path) -> Run | None:
     base = script_defaults(script, env, run.quick)
     ignored = runs.RUNTIME_FIELDS | {"env", "seed", "quick"}
     run.changes = {key: args[key] for key in base if key in args and key not in ignored and args[key] != base[key]}
+    if "lam_from_hash" in args:
+        run.changes["lam_from"] = result["lam_from"]["num_labels"] if result else None
     return run
 
 
@@ -151,6 +162,9 @@ def shown(changes: dict[str, Any]) -> str:
     parts = []
     for key, value in sorted(changes.items()):
         name = key.replace("_", "-")
+        if key == "lam_from":
+            parts.append(f"the model of a run with {value} labels" if value else "a latent action model of its own")
+            continue
         parts.append((name if value else f"no-{name}") if isinstance(value, bool) else f"{name}={value}")
     return ", ".join(parts)
 
@@ -218,12 +232,25 @@ class Finished:
             cell.notes.append(f"{len(cell.runs)} of {self.seeds} seeds")
         if len({run.data for run in cell.runs}) > 1:
             cell.mixed = True
-            cell.notes.append("different data sets or masks, not averaged")
-        commits = sorted({run.commit for run in cell.runs})
+            cell.notes.append("different data sets, masks or weights behind them, not averaged")
+        if len({run.args.get("device_type") for run in cell.runs}) > 1:
+            cell.notes.append("some on a GPU, some on a CPU")
+        commits = sorted(set.union(*(run.commits for run in cell.runs)))
         if len(commits) > 1:
             cell.notes.append(f"different commits: {', '.join(commit[:8] + commit[40:] for commit in commits)}")
         elif commits[0].endswith("+changes"):
             cell.notes.append("made from uncommitted changes")
+
+
+def mark_odd_data(cells: Iterable[Cell]) -> None:
+    """Notes at cells of one task that most others' runs saw another data set."""
+    there = [cell for cell in cells if cell.runs and not cell.mixed]
+    counts = collections.Counter(cell.runs[0].frames for cell in there)
+    if len(counts) > 1:
+        usual = max(counts, key=lambda frames: counts[frames])
+        for cell in there:
+            if cell.runs[0].frames != usual:
+                cell.notes.append("another data set than the other rows")
 
 
 def iqm(values: np.ndarray, axis: int = -1) -> np.ndarray:

@@ -248,6 +248,8 @@ RUNTIME_FIELDS = frozenset(
     "compile compile_mode eval_envs log_every checkpoint_every track wandb_project".split()
 )
 
+LONGEST_NAME = 180  # of a variant, in characters
+
 # What a run may change against the one that it takes its latent action model from (`lam_from` is known by its weights).
 LATER_STAGES = ("policy_", "decoder_", "eval_", "num_labels")
 
@@ -266,16 +268,22 @@ def variant_name(args: Any, default: Any) -> str:
     """
     if args.variant:
         return args.variant
-    parts = ["quick"] if args.quick else []
-    if getattr(args, "lam_from", None) is not None:
-        parts.append(f"lam-from={args.lam_from.resolve().parent.name}")
+    source = getattr(args, "lam_from", None)
+    parts = ["quick"] if args.quick and source is None else []
+    if source is not None:  # whose name says what the model is
+        parts.append(f"lam-from={source.resolve().parent.name}")
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
         if field.name in RUNTIME_FIELDS | {"env", "seed", "quick"} or value == getattr(default, field.name):
             continue
+        if source is not None and not field.name.startswith(LATER_STAGES):
+            continue
         name = field.name.replace("_", "-")
         parts.append((name if value else f"no-{name}") if isinstance(value, bool) else f"{name}={value}")
-    return "_".join(parts).replace("/", "-") or "default"
+    name = "_".join(parts).replace("/", "-") or "default"
+    if len(name) > LONGEST_NAME:  # file systems take 255 bytes
+        name = f"{name[: LONGEST_NAME - 9]}~{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return name
 
 
 def jsonable(args: Any) -> dict[str, Any]:
@@ -313,7 +321,7 @@ class Run:
             leftover.unlink()
         self.about: dict[str, Any] = {}  # what a method adds to the result
         source = getattr(args, "lam_from", None)
-        taken = [] if source is None else self._held_fixed(Path(source))
+        taken = [] if source is None or self._keep_held() else self._held_fixed(Path(source))
         self._check_args()
         for path in taken:
             self._take(path)
@@ -346,6 +354,16 @@ class Run:
                 f"{self.dir} was made with other arguments:\n" + "\n".join(lines) + "\n"
                 "Use the same arguments to go on, --variant NAME for a new run, or remove the directory."
             )
+
+    def _keep_held(self) -> bool:
+        """True for a finished run with a model of another one, which may be gone by now."""
+        if not (self.dir / "result.json").exists():
+            return False
+        with contextlib.suppress(OSError, json.JSONDecodeError, KeyError):
+            known = json.loads((self.dir / "args.json").read_text())
+            self.identity = self.identity | {"lam_from_hash": known["lam_from_hash"]}
+            return True
+        return False
 
     def _held_fixed(self, source: Path) -> list[Path]:
         """The files of a finished run whose stages are not trained again; what they depend on becomes part of the

@@ -39,13 +39,16 @@ def write_run(
     data: str = "d",
     score: float | None = 0.25,
     quick: bool = False,
+    identity: dict[str, Any] | None = None,
+    held: int | None = None,
     **changes: Any,
 ) -> Path:
     """A run directory with the arguments of a script's defaults and `changes`; without a result if `nmse` is None."""
     module = importlib.import_module(script)
     args = module.defaults([f"--env={env}", *(["--quick"] if quick else [])])
     values = runs.jsonable(args) | {"seed": seed} | changes
-    identity = {"train_hash": data, "test_hash": data, "mask_hash": "gt" * 2, "device_type": "cpu"}
+    identity = {"train_hash": data, "test_hash": data, "mask_hash": "gt" * 2, "device_type": "cpu"} | (identity or {})
+    identity |= {} if held is None else {"lam_from_hash": "x"}
     directory = folder / script / env / name / f"seed{seed}"
     directory.mkdir(parents=True)
     (directory / "args.json").write_text(json.dumps(values | identity))
@@ -56,6 +59,7 @@ def write_run(
         result = {"metrics": metrics, "args": values, "commit": commit, "script": script, "env": env, "seed": seed}
         result |= {"seconds": {"lam": 3600.0, "bc": 1800.0, "probe": 360.0}, "stages": stages, "peak_memory_gib": 2.5}
         result |= {"machine": {"cpu": "a CPU", "gpu": None}}
+        result |= {} if held is None else {"lam_from": {"num_labels": held, "commit": A}}
         (directory / "result.json").write_text(json.dumps(result))
     return directory
 
@@ -103,7 +107,7 @@ def test_tables_have_the_numbers_computed_by_hand(tmp_path: Path) -> None:
     assert lines["MaskLAM@GT"][place].notes == ["over 2 of 4 tasks"] and lines["MaskLAM@GT"][place].bold
     assert lines["MaskLAM@GT, untrained"][place].text == "0.5250 ± 0.1366"
     assert lines["LAPO, paper"][place].text == "0.3629 ± 0.0146"  # (0.3836 + 0.3423) / 2, (0.0220 + 0.0071) / 2
-    assert lines["LAPO, paper"][place].notes == ["the paper's mean over the same tasks"]
+    assert lines["LAPO, paper"][place].notes == ["the paper's mean over the same tasks as ours"]
     score = column(table, "DCS NR distr.")
     assert lines["LAPO"][score].text == "0.2500 ± 0.0000"
     assert lines["LAPO, data's expert"][score].text == "0.1250 ± 0.0000"
@@ -111,8 +115,8 @@ def test_tables_have_the_numbers_computed_by_hand(tmp_path: Path) -> None:
     for suffix, mark in ((".md", "0.4000 ± 0.1366"), (".tex", r"0.4000 $\pm$ 0.1366")):
         assert mark in (tmp_path / f"figures/aggregate{suffix}").read_text()
     cost = make_figures.cost_table(found).table
-    assert [entry.text for entry in cost.rows[0]][:5] == ["LAPO", "DCS", "6", "1.60", "0.00"]
-    assert [entry.text for entry in cost.rows[0]][5:] == ["1.00", "0.50", "0.00", "0.10", "2.5", "80", "6.3"]
+    assert [entry.text for entry in cost.rows[0]][:6] == ["LAPO", "DCS", "a CPU", "6", "1.60", "0.00"]
+    assert [entry.text for entry in cost.rows[0]][6:] == ["1.00", "0.50", "0.00", "0.10", "2.5", "80", "6.3"]
 
 
 def test_the_papers_aggregates_follow_from_its_tasks() -> None:
@@ -169,10 +173,12 @@ def test_different_data_are_never_averaged(tmp_path: Path) -> None:
     write_run(tmp_path, "masklam", "cheetah-run", 1, 0.25)
     write_run(tmp_path, "masklam", "cheetah-run", 2, 0.75, data="other")
     found = entry(tmp_path, seeds=2)
-    assert found.text == "0.2500 / 0.7500" and found.notes == ["different data sets or masks, not averaged"]
+    assert found.text == "0.2500 / 0.7500" and found.notes == [
+        "different data sets, masks or weights behind them, not averaged"
+    ]
     table = make_figures.aggregate_table(context(tmp_path, 2)).table
     summed = rows(table)["MaskLAM@GT"][column(table, "DCS NMSE distr.")]
-    assert summed.text == "-" and "different data sets or masks, not averaged" in summed.notes
+    assert summed.text == "-" and "different data sets, masks or weights behind them, not averaged" in summed.notes
     assert iqm_rows(tmp_path) == []
 
 
@@ -187,7 +193,44 @@ def test_different_commits_are_marked(tmp_path: Path) -> None:
     write_run(tmp_path, "masklam", "cheetah-run", 2, 0.75, commit=B + "+changes")
     found = entry(tmp_path, seeds=2)
     assert found.text == "0.5000 ± 0.3536" and found.notes == [f"different commits: {A[:8]}, {B[:8]}+changes"]
-    assert iqm_rows(tmp_path)[0][0].notes[1:] == found.notes
+    assert iqm_rows(tmp_path)[0][0].notes == found.notes
+
+
+def test_the_papers_mean_and_bold_are_over_the_same_tasks(tmp_path: Path) -> None:
+    """A task whose runs must not be averaged is in neither mean; a method with fewer tasks is not the best."""
+    write_run(tmp_path, "masklam", "cheetah-run", 1, 0.25)
+    write_run(tmp_path, "masklam", "cheetah-run", 2, 0.75, data="other")
+    write_run(tmp_path, "masklam", "walker-run", 1, 0.5)
+    write_run(tmp_path, "lapo", "cheetah-run", 1, 0.1)
+    table = make_figures.aggregate_table(context(tmp_path, 1)).table
+    lines, place = rows(table), column(table, "DCS NMSE distr.")
+    assert lines["MaskLAM@GT"][place].text == "0.5000"
+    assert lines["MaskLAM@GT, paper"][place].text == "0.1692 ± 0.0049"  # walker-run alone
+    assert not lines["LAPO"][place].bold and not lines["MaskLAM@GT"][place].bold
+
+
+def test_other_weights_and_devices_are_other_runs(tmp_path: Path) -> None:
+    for seed, name in ((1, "a"), (2, "b")):
+        write_run(tmp_path, "laof", "cheetah-run", seed, 0.5, identity={"raft_weights_hash": name})
+        write_run(tmp_path, "lapo", "cheetah-run", seed, 0.5, identity={"device_type": {"a": "cpu", "b": "cuda"}[name]})
+    found = context(tmp_path, 2)
+    assert found.cell("LAOF", "cheetah-run").mixed
+    cell = found.cell("LAPO", "cheetah-run")
+    assert not cell.mixed and cell.notes == ["some on a GPU, some on a CPU"]
+
+
+def test_rows_on_other_data_are_marked(tmp_path: Path) -> None:
+    for script, data in (("lapo", "old"), ("laof", "new"), ("masklam", "new")):
+        write_run(tmp_path, script, "cheetah-run", 1, 0.5, data=data)
+    table, _ = make_figures.task_table(context(tmp_path, 1), "nmse", "dcs", "distractor")
+    assert rows(table)["LAPO"][0].notes == ["another data set than the other rows"]
+    assert not rows(table)["LAOF"][0].notes and not rows(table)["MaskLAM@GT"][0].notes
+
+
+def test_the_commit_of_a_held_model_counts(tmp_path: Path) -> None:
+    write_run(tmp_path, "lapo", "cheetah-run", 1, 0.5, held=128_000, commit=B, num_labels=2000)
+    notes = context(tmp_path, 1).cell("LAPO", "cheetah-run", held=128_000, num_labels=2000).notes
+    assert notes == [f"different commits: {A[:8]}, {B[:8]}"]
 
 
 def test_uncommitted_changes_are_marked(tmp_path: Path) -> None:
@@ -276,17 +319,61 @@ def test_sweeps_and_ablations(tmp_path: Path) -> None:
     assert values["w/ k=1"][1] == "-" and item.pictures[0].exists()
 
 
-def test_the_mean_over_tasks_needs_every_task(tmp_path: Path) -> None:
+def test_the_mean_over_tasks_needs_every_task(tmp_path: Path, monkeypatch) -> None:
+    """A point or a baseline that a task lacks is not drawn in the mean of the tasks; one seed has no band."""
     for env, values in (("push", (-1, 0, 1)), ("reach", (0, 1))):
         for value in values:
             write_run(tmp_path, "masklam", env, 1, 0.5 + value / 10, name=str(value), mask_dilation=value)
-        write_run(tmp_path, "lapo", env, 1, 0.9)
-    item = {i.name: i for i in make_figures.sweep_figures(context(tmp_path, 1))}["mask_dilation"]
+        write_run(tmp_path, "laof", env, 1, 0.7)
+    write_run(tmp_path, "lapo", "reach", 1, 0.9)
+    figures = []
+    monkeypatch.setattr(make_figures, "save", lambda figure, path: figures.append(figure) or path)
+    found = context(tmp_path, 1)
+    items = make_figures.sweep_figures(found)
+    item = next(item for item in items if item.name == "mask_dilation")
     assert [row[2].text for row in item.table.rows if row[0].text == "push"] == ["-1", "0", "1"]
-    assert make_figures.panels_of(context(tmp_path, 1), ["reach", "push"])[0] == (
-        "DMW, mean of 2 tasks",
-        ["reach", "push"],
+    mean, first, second = figures[-1].axes
+    assert [axis.get_title() for axis in (mean, first, second)] == ["DMW, mean of 2 tasks", "reach", "push"]
+    drawn = {
+        axis.get_title(): {line.get_label(): line.get_xydata().tolist() for line in axis.lines}
+        for axis in figures[-1].axes
+    }
+    assert drawn["DMW, mean of 2 tasks"]["MaskLAM@GT"] == [[0, 0.5], [1, 0.6]]
+    assert set(drawn["DMW, mean of 2 tasks"]) == {"MaskLAM@GT", "LAOF"} and "LAPO" in drawn["reach"]
+    assert len(drawn["push"]["MaskLAM@GT"]) == 3
+
+
+def test_label_budgets_hold_the_model_fixed(tmp_path: Path) -> None:
+    """The default budget is the main table's run; others have its model, and a run with its own is not mixed in."""
+    for seed in (1, 2):
+        write_run(tmp_path, "laom_labels", "cheetah-run", seed, score=0.5, name="whole", policy_scale=32)
+        write_run(tmp_path, "laom_labels", "cheetah-run", seed, score=0.2, name="held", held=128_000, num_labels=2000,
+                  policy_scale=32)  # fmt: skip
+    write_run(tmp_path, "laom_labels", "cheetah-run", 2, score=0.9, name="own", num_labels=2000, policy_scale=32)
+    write_run(tmp_path, "lapo", "cheetah-run", 1, score=0.3)
+    write_run(tmp_path, "lapo", "cheetah-run", 1, score=0.1, name="own", num_labels=4000)
+    item = make_figures.sweep_figures(context(tmp_path, 2))[0]
+    table = {(row[1].text, row[2].text): row[3] for row in item.table.rows}
+    assert table["LAOM-Labels", "128000"].text == "0.5000 ± 0.0000" and not table["LAOM-Labels", "128000"].notes
+    assert table["LAOM-Labels", "2000"].text == "0.2000 ± 0.0000"
+    assert table["LAOM-Labels", "2000"].notes == ["1 more with policy-scale=32 left out"]
+    assert table["LAPO", "4000"].notes == ["with a latent action model of its own", "1 of 2 seeds"]
+    assert item.pictures[0].exists()
+
+
+def test_both_suites_count_alike(tmp_path: Path) -> None:
+    """The paper's single number: the mean of the suites' means, however many tasks each has."""
+    for env, value in (("cheetah-run", 0.1), ("walker-run", 0.3), ("push", 0.6)):
+        write_run(tmp_path, "lapo", env, 1, value)
+    table = make_figures.aggregate_table(context(tmp_path, 1)).table
+    lines, place = rows(table), column(table, "both NMSE distr.")
+    assert lines["LAPO"][place].text == "0.4000"  # (0.2 + 0.6) / 2
+    assert set(lines["LAPO"][place].notes) == {"over 2 of 4 tasks", "over 1 of 10 tasks"}
+    assert (
+        lines["MaskLAM@GT, paper"][place].text
+        == f"{(0.20615 + 0.088) / 2:.4f}"[:5] + lines["MaskLAM@GT, paper"][place].text[5:]
     )
+    assert lines["LAPO"][column(table, "both NMSE clean")].text == "-"
 
 
 # --- pictures
@@ -326,7 +413,8 @@ def test_eigen_cam_finds_a_planted_moving_square() -> None:
     assert drawn.shape == (10, 64, 64, 3)
     red = drawn[..., 0].astype(int) - drawn[..., 2].astype(int)
     for t, (top, left) in enumerate(corners):
-        assert red[t, top + 2 : top + 6, left + 2 : left + 6].min() > 0 > red[t, 40:, :8].max() if left > 16 else True
+        away = red[t, (top + 32) % 64 : (top + 32) % 64 + 8, (left + 32) % 64 : (left + 32) % 64 + 8]
+        assert red[t, top + 2 : top + 6, left + 2 : left + 6].min() > 0 > away.max()
     assert not make_figures.eigen_cam(torch.zeros(2, 3, 4, 4)).any()
 
 

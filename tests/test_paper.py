@@ -86,9 +86,15 @@ def test_what_cannot_be_planned_is_refused() -> None:
         ({"set": ["lam-updates=many"]}, "refuses"),
         ({"set": ["lam updates=3"]}, "NAME=VALUE"),
         ({"values": ["3"]}, "for one of the sweeps"),
+        ({"set": ["variant=try"]}, "the experiments decide this"),
+        ({"set": ["seed=7"]}, "the experiments decide this"),
     ):
         with pytest.raises(UserError, match=message):
             planned("main-table", **options)
+    small = planned("label-budget", quick=True, env=["reach"], methods=["LAPO"], seeds=1)
+    assert max(one.args.num_labels for one in small) == 5000  # what the quick data of Meta-World have
+    clips = planned("main-table", env=["reach"], methods=["LAPO"], seeds=1, data_set=["davis-dir=elsewhere"])
+    assert str(clips[0].args.clips_dir) == "elsewhere"
     quick = planned("main-table", quick=True, env=["cheetah-run"], set=["slot-updates=7", "no-augment"])
     assert {one.args.slot_updates for one in quick if one.script == "lapo_slots"} == {7}
     assert {one.args.policy_scale for one in quick} == {1}
@@ -125,13 +131,18 @@ def grid(data: Path, tmp_path_factory) -> Path:
     broken.run_dir.mkdir(parents=True)
     (broken.run_dir / "args.json").write_text(json.dumps(runs.jsonable(broken.args) | {"lam_updates": 99}))
 
-    for stopped in range(2):
+    for _ in range(2):
         process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.paper", *words], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
-        deadline = time.monotonic() + 120  # until a run has a checkpoint that the one before had not
-        while len(list(runs_dir.glob("masklam/*/*/*/*.pt"))) <= 2 * stopped and time.monotonic() < deadline:
+        before = len(list(runs_dir.glob("masklam/*/*/*/*.pt")))
+        for line in process.stdout:
+            if line.startswith("start:"):
+                break
+        deadline = time.monotonic() + 120  # until a run has ended a stage that it had not ended before
+        while len(list(runs_dir.glob("masklam/*/*/*/*.pt"))) == before:
+            assert time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)

@@ -258,6 +258,46 @@ def test_lam_held_fixed_baselines(undisturbed_baseline, data_dir: Path, tmp_path
     check_held_fixed(*undisturbed_baseline, data_dir, tmp_path)
 
 
+def test_a_held_run_outlives_its_source(undisturbed_lapo, data_dir: Path, tmp_path: Path) -> None:
+    """Without --variant: named after the source and what may differ; killed, repeated, finished without the source."""
+    script, source = undisturbed_lapo
+    copied = tmp_path / "runs/lapo/cheetah-run/a-name/seed1"
+    shutil.copytree(source, copied)
+    words = [
+        *command(script, data_dir, tmp_path / "held"),
+        "--variant",
+        "",
+        "--lam-from",
+        str(copied),
+        "--num-labels",
+        "20",
+    ]
+    directory = tmp_path / "held/lapo/cheetah-run"
+    process = subprocess.Popen(words, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    name = "lam-from=a-name_policy-scale=1_policy-updates=10_decoder-updates=40_num-labels=20"
+    name += "_eval-episodes=3_eval-steps=20"
+    until(process, directory / name / "seed1", "decoder", 5)
+    process.kill()
+    process.wait()
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in directory.iterdir()] == [name]
+    shutil.rmtree(copied)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment())
+    assert done.returncode == 0 and "finished before" in done.stdout
+
+
+def test_long_names_of_variants_are_cut() -> None:
+    import lapo
+    from common import runs
+
+    names = {runs.variant_name(lapo.Args(lam_lr=value, policy_lr=value), lapo.Args()) for value in (0.1, 0.2)}
+    assert names == {"lam-lr=0.1_policy-lr=0.1", "lam-lr=0.2_policy-lr=0.2"}
+    source = Path("runs/lapo/cheetah-run") / ("x" * 200) / "seed1"
+    names = {runs.variant_name(lapo.Args(lam_from=source, num_labels=n), lapo.Args()) for n in (1, 2)}
+    assert len(names) == 2 and all(len(name) == 180 for name in names)
+
+
 def test_lam_held_fixed_with_another_policy(undisturbed_lapo, data_dir: Path, tmp_path: Path) -> None:
     script, source = undisturbed_lapo
     done = held(script, source, data_dir, tmp_path, "--policy-updates", "5", "--eval-episodes", "1")
