@@ -141,3 +141,22 @@ def test_success_rate_is_compared_with_both_experts(tmp_path: Path) -> None:
     assert score == {"normalised_paper": pytest.approx(0.6 / 0.917), "normalised_dataset": None}
     score = evaluation.normalised_score(rolled | {"max_steps": 20}, task, train_set)
     assert score == {"normalised_paper": None, "normalised_dataset": pytest.approx(0.8)}
+
+
+@pytest.mark.parametrize("count", [50, 8000, 20_001])
+def test_latents_are_kept_evenly(count: int, tmp_path: Path) -> None:
+    """Whatever the batches, every s-th pair from the first one, all of a small set and at most 8,000."""
+    z = torch.randn(count, 3, generator=torch.Generator().manual_seed(0))
+    action = torch.arange(count)[:, None].float() / count
+    kept = []
+    for size in (7, 512):
+        path = tmp_path / f"{size}.npz"
+        pairs = list(zip(z.split(size), action.split(size)))
+        evaluation.nmse(pairs, pairs, 1.0, path)
+        with np.load(path) as file:
+            kept.append({name: file[name] for name in ("z", "action", "step")})
+    step = int(kept[0]["step"])
+    assert step == {50: 1, 8000: 2, 20_001: 4}[count]
+    for one in kept:
+        np.testing.assert_array_equal(one["z"], z[::step].numpy())
+        np.testing.assert_array_equal(one["action"], action[::step].numpy())
