@@ -361,6 +361,25 @@ def test_label_budgets_hold_the_model_fixed(tmp_path: Path) -> None:
     assert item.pictures[0].exists()
 
 
+def test_the_score_is_the_one_that_most_runs_have(tmp_path: Path) -> None:
+    for seed in (1, 2, 3):
+        directory = write_run(tmp_path, "lapo", "cheetah-run", seed)
+        result = json.loads((directory / "result.json").read_text())
+        result["metrics"]["eval/return"] = 5.0
+        if seed > 1:
+            result["metrics"]["eval/normalised_paper"] = None
+        if seed > 2:
+            result["metrics"]["eval/normalised_dataset"] = None
+        (directory / "result.json").write_text(json.dumps(result))
+    found = context(tmp_path)
+    assert make_figures.score_name(found, "dcs") == "eval/normalised_dataset"
+    found.finished.runs = found.finished.runs[2:]
+    assert make_figures.score_name(found, "dcs") == "eval/return"
+    assert "short episodes" in make_figures.score_label(found, "dcs")
+    found.finished.runs = found.finished.runs[:0]
+    assert make_figures.score_name(found, "dmw") == "eval/success_rate"
+
+
 def test_both_suites_count_alike(tmp_path: Path) -> None:
     """The paper's single number: the mean of the suites' means, however many tasks each has."""
     for env, value in (("cheetah-run", 0.1), ("walker-run", 0.3), ("push", 0.6)):
