@@ -129,22 +129,24 @@ def changed_by(script: str, env: str, quick: bool, flags: tuple[str, ...]) -> di
 RAW = {"dcs": "eval/return", "dmw": "eval/success_rate"}
 
 
-def score_name(context: Context, suite: str) -> str:
-    """The score by which a suite's runs can be compared: relative to the paper's expert if most have it; to the data's,
-    if episodes were shorter; else as it is, if they were shorter than the data's too.
+def score_name(suite: str, members: list[Run]) -> str:
+    """The score by which these runs can be compared: relative to the paper's expert, or to the data's if episodes were
+    shorter (what more of them have); as it is, if no run has either.
     """
-    there = [run.result["metrics"] for run in context.finished.runs if run.result and get_task(run.env).suite == suite]
-    for name in ("eval/normalised_paper", "eval/normalised_dataset"):
-        if 2 * sum(metrics.get(name) is not None for metrics in there) > len(there):
-            return name
-    return RAW[suite]
+    found = [run.result["metrics"] for run in members if get_task(run.env).suite == suite]
+    counts = {
+        name: sum(metrics.get(name) is not None for metrics in found)
+        for name in ("eval/normalised_paper", "eval/normalised_dataset")
+    }
+    best = max(counts, key=lambda name: counts[name])  # the first of equals
+    return best if counts[best] else RAW[suite]
 
 
-def score_label(context: Context, suite: str) -> str:
+def score_label(suite: str, members: list[Run]) -> str:
     """What an axis says about it."""
-    name, word = score_name(context, suite), "return" if suite == "dcs" else "success rate"
+    word = "return" if suite == "dcs" else "success rate"
     whose = {"eval/normalised_paper": " / the paper's expert's", "eval/normalised_dataset": " / the data's expert's"}
-    return word + whose.get(name, ", short episodes")
+    return word + whose.get(score_name(suite, members), ", short episodes")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -317,6 +319,16 @@ def cell_entry(cell: Cell, metric: str, digits: int = 4) -> Entry:
 def interval_figure(context: Context) -> Item:
     """Interquartile means over tasks and seeds with stratified bootstrap 95% intervals, per suite and render."""
     panels = [(suite, kind) for suite in SUITES if context.tasks(suite) for kind in ("nmse", "score")]
+    members = {
+        suite: [
+            run
+            for env in context.tasks(suite)
+            for render in RENDERS
+            for cell in context.row_cells(env, render).values()
+            for run in cell.runs
+        ]
+        for suite in SUITES
+    }
     table = Table("Interquartile means and 95% intervals", ["method", "suite", "setting", "NMSE", "normalised score"])
     figure, axes = new_figure(len(panels), 2, 2.6)
     drawn: dict[tuple[str, str, str, str], Any] = {}
@@ -329,11 +341,14 @@ def interval_figure(context: Context) -> Item:
                     continue
                 row = [Entry(method), Entry(suite.upper()), Entry("clean" if render == "vanilla" else "distractors")]
                 for kind in ("nmse", "score"):
-                    metric = "eval/nmse" if kind == "nmse" else score_name(context, suite)
+                    metric = "eval/nmse" if kind == "nmse" else score_name(suite, members[suite])
                     values = [cell.values(metric) for cell in cells if cell.values(metric)]
                     found = iqm_interval(values, context.args.bootstrap)
                     drawn[suite, render, method, kind] = found
-                    few = [f"over {len(values)} of {len(SUITES[suite])} tasks"] * (len(values) < len(SUITES[suite]))
+                    unit = [] if metric.endswith(("nmse", "paper")) else [score_label(suite, members[suite])]
+                    few = unit + [f"over {len(values)} of {len(SUITES[suite])} tasks"] * (
+                        len(values) < len(SUITES[suite])
+                    )
                     if found is None:
                         row.append(Entry("-"))
                     elif np.isnan(found[1]):
@@ -355,7 +370,9 @@ def interval_figure(context: Context) -> Item:
                 )
         axis.set_yticks(range(len(paper.METHODS)), list(reversed(paper.METHODS)))
         axis.set_ylim(-0.5, len(paper.METHODS) - 0.5)
-        axis.set_title(f"{suite.upper()}: {'NMSE' if kind == 'nmse' else score_label(context, suite)}", fontsize=10)
+        axis.set_title(
+            f"{suite.upper()}: {'NMSE' if kind == 'nmse' else score_label(suite, members[suite])}", fontsize=10
+        )
         axis.grid(alpha=0.3)
     table.caption = (
         "Mean of the middle half of all runs; each task's runs are drawn anew among themselves "
@@ -491,14 +508,16 @@ def sweep_figure(
     """
 
     def read(env: str) -> str:
-        return metric or score_name(context, get_task(env).suite)
+        return metric or score_name(get_task(env).suite, members)
 
     envs = [env for suite in SUITES for env in context.tasks(suite)]
     by_env = {env: swept(context, methods, env, factor) for env in envs}
     by_env = {env: lines for env, lines in by_env.items() if any(len(points) > 1 for points in lines.values())}
+    baselines = {env: {method: context.cell(method, env) for method in dashed} for env in by_env}
     for env, lines in by_env.items():
-        others = [context.cell(method, env) for method in dashed]
-        results.mark_odd_data([cell for points in lines.values() for cell in points.values()] + others)
+        cells = [cell for points in lines.values() for cell in points.values()]
+        results.mark_odd_data(cells + list(baselines[env].values()))
+    members = [run for lines in by_env.values() for points in lines.values() for c in points.values() for run in c.runs]
     more = [] if not context.args.env else ["--env", *context.args.env]
     item = Item(name, title, "Sweeps", context.experiment(name.replace("_", "-"), *more), text)
     if not by_env:
@@ -525,7 +544,7 @@ def sweep_figure(
             axis.plot(x, mean, marker="o", color=colors[line], label=line)
             axis.fill_between(x, mean - std, mean + std, color=colors[line], alpha=0.2, lw=0)
         for method in dashed:
-            stats = [context.cell(method, env).stat(read(env)) for env in tasks]
+            stats = [baselines[env][method].stat(read(env)) for env in tasks]
             if None not in stats:
                 axis.axhline(average(stats).mean, color=COLORS[method], ls="--", label=method)
         if log:
@@ -534,13 +553,16 @@ def sweep_figure(
             axis.set_xticks(ticks, [f"{t // 1000}k" if t >= 2000 else str(t) for t in map(int, ticks)], minor=False)
         axis.set(title=panel, xlabel=label)
         axis.grid(alpha=0.3)
-        axis.set_ylabel("NMSE" if metric else score_label(context, get_task(tasks[0]).suite))
+        axis.set_ylabel("NMSE" if metric else score_label(get_task(tasks[0]).suite, members))
     handles = {text: handle for axis in axes for handle, text in zip(*axis.get_legend_handles_labels())}
     axes[0].legend(handles.values(), handles.keys(), fontsize=7)
     for env, lines in by_env.items():
         for line, points in lines.items():
             for x, cell in points.items():
                 table.rows.append([Entry(env), Entry(line), Entry(f"{x:g}"), cell_entry(cell, read(env))])
+        for method, cell in baselines[env].items():
+            if cell.runs:
+                table.rows.append([Entry(env), Entry(method), Entry("dashed"), cell_entry(cell, read(env))])
     item.pictures = [save(figure, context.out / f"{name}.png")]
     table.write(context.out, f"{name}_table")
     item.table = table

@@ -29,6 +29,8 @@ STOPPED = {128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM, -signal.S
 SLURM_SIGNAL_SECONDS = 120  # between the warning of a time limit or preemption and the end: time to save
 LOG_LINES = 12  # of a failed job that are shown
 ARRAY = 500  # jobs per submission to Slurm, whose arrays are limited (1001 by default)
+MOST_PREEMPTIONS = 100
+RESTART_SECONDS = 300.0  # after which a job that ended, but still runs for Slurm, was started again by it
 LOOK_SECONDS = 15.0  # between two looks at whether something is there that a running job makes
 GRACE = {"local": 5.0, "slurm": 120.0}  # seconds until a file that a job wrote must be seen, on a network file system
 State = Literal["waiting", "elsewhere", "running", "finished", "failed", "stopped", "blocked"]
@@ -39,17 +41,16 @@ class Command:
 
     Args:
         argv: words after ``python``.
-        log: file that the output is appended to; ``<log>.pid`` names the process while it runs.
+        log: file that the output is appended to.
         environment: further environment variables.
+
+    While it runs, `pid_file` beside the log names the process, for whoever made this object.
     """
 
     def __init__(self, argv: list[str], log: Path, environment: dict[str, str]) -> None:
         self.argv, self.log, self.environment = argv, log, environment
+        self.pid_file = log.with_suffix(f".{os.getpid()}.pid")
         self.child: subprocess.Popen[bytes] | None = None
-
-    @property
-    def pid_file(self) -> Path:
-        return self.log.with_suffix(".pid")
 
     def __call__(self) -> int:
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +90,9 @@ class Command:
         if self.child is not None and self.child.poll() is None:
             self.child.terminate()
             self._wait()
-        return submitit.helpers.DelayedSubmission(Command(self.argv, self.log, self.environment))
+        again = Command(self.argv, self.log, self.environment)
+        again.pid_file = self.pid_file
+        return submitit.helpers.DelayedSubmission(again)
 
 
 @dataclass
@@ -113,6 +116,8 @@ class Job:
     code: int | str | None = None
     seconds: float = 0.0
     looked: float = -LOOK_SECONDS
+    beaten: int = 0  # times that it failed while another process ran the same thing
+    preempted: int = 0
 
     @property
     def command(self) -> str:
@@ -122,8 +127,7 @@ class Job:
         """Whether what this job makes is there, whoever made it; looks at it every few seconds only."""
         if self.state == "finished":
             return True
-        ended = self.state in ("failed", "blocked", "stopped")
-        if not ended and time.monotonic() - self.looked < LOOK_SECONDS:
+        if time.monotonic() - self.looked < LOOK_SECONDS:
             return False
         self.looked = time.monotonic()
         return self.done()
@@ -276,7 +280,8 @@ class Runner:
                 continue
             lacking = [needed for needed in job.needs if not needed.there()]
             if lacking and all(needed.state in ("failed", "blocked", "stopped") for needed in lacking):
-                job.state = "blocked"  # else another one may still make it
+                if not all(needed.done() for needed in lacking):
+                    job.state = "blocked"  # else another one may still make it
             elif not lacking:
                 if job.locked():
                     if job.state == "waiting":
@@ -317,13 +322,20 @@ class Runner:
             self._mark_started(job)
         self._remember({job.name: self.handles[job.name].job_id for job in ready})
 
-    def _remember(self, changes: dict[str, str | None]) -> None:
-        """Notes Slurm's numbers of jobs, or with None that they ended. Other commands use the same file."""
+    def _change_known(self, change: Callable[[dict[str, str]], dict[str, str]]) -> None:
+        """Changes the file with the names and Slurm's numbers of jobs, which other commands use too."""
         with open(self.cluster.folder / ".slurm_jobs.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             known = json.loads(self.submitted_path.read_text()) if self.submitted_path.exists() else {}
-            known |= changes
-            runs.write_json(self.submitted_path, {name: job for name, job in known.items() if job is not None})
+            runs.write_json(self.submitted_path, change(known))
+
+    def _remember(self, submitted: dict[str, str]) -> None:
+        """Notes Slurm's numbers of jobs by their names."""
+        self._change_known(lambda known: known | submitted)
+
+    def _forget(self, name: str, number: str) -> None:
+        """Removes a job that ended, unless another command has submitted it again."""
+        self._change_known(lambda known: {key: job for key, job in known.items() if (key, job) != (name, number)})
 
     def _find_submitted(self, jobs: list[Job]) -> None:
         """Jobs that an earlier command left in Slurm's queue."""
@@ -359,25 +371,42 @@ class Runner:
                 if time.monotonic() - self.ended[job.name] < GRACE[self.cluster.kind]:
                     continue
                 job.state = "failed"
-            elif job.locked():  # another command started the same run
-                job.state = "elsewhere"
-            elif job.code in STOPPED:
-                job.state = "waiting" if self._preempted(job) else "stopped"
+            elif not job.beaten and job.locked():  # another command started the same run
+                job.state, job.beaten = "elsewhere", 1
+            elif job.code in STOPPED and self.cluster.kind == "slurm":
+                state = self._after_signal(job)
+                if state is None:
+                    continue
+                job.state = state
             else:
-                job.state = "failed"
-            del self.handles[job.name], self.ended[job.name]
+                job.state = "stopped" if job.code in STOPPED else "failed"
+            handle = self.handles.pop(job.name)
+            del self.ended[job.name]
             self.slots.pop(job.name, None)
             if self.cluster.kind == "slurm":
-                self._remember({job.name: None})
+                self._forget(job.name, handle.job_id)
             note = "" if job.state == "finished" else f", exit code {job.code}"
             word = "preempted, queued again" if job.state == "waiting" else job.state
             print(f"{word}: {job.name}, {job.seconds:.0f} s{note}", flush=True)
 
-    def _preempted(self, job: Job) -> bool:
-        """True if Slurm stopped a job and nobody cancelled it: its script saved at the signal, before submitit's."""
-        if self.cluster.kind != "slurm" or runs.stop_requested():
-            return False
-        return not self.handles[job.name].get_info().get("State", "").startswith("CANCELLED")
+    def _after_signal(self, job: Job) -> State | None:
+        """What becomes of a Slurm job whose script saved and ended at a signal: preemption sends it before submitit's.
+
+        waiting: to be submitted again; stopped: it was cancelled; None: Slurm has not decided, or has it queued again.
+        """
+        handle = self.handles[job.name]
+        state = handle.get_info().get("State", "").split()[:1]
+        if state == ["CANCELLED"] or job.preempted >= MOST_PREEMPTIONS:
+            return "stopped"
+        restarted = state == ["RUNNING"] and time.monotonic() - self.ended[job.name] > RESTART_SECONDS
+        if state in (["PENDING"], ["REQUEUED"]) or restarted:  # the same job goes on: forget how it ended
+            handle.paths.result_pickle.unlink(missing_ok=True)
+            del self.ended[job.name]
+            return None
+        if state in ([], ["RUNNING"], ["COMPLETING"]):
+            return None
+        job.preempted += 1
+        return "waiting"
 
     def _stop(self, jobs: list[Job]) -> None:
         """Lets local jobs save and end. Raises Stopped."""

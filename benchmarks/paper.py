@@ -184,6 +184,7 @@ def flag_words(items: list[str], option: str) -> list[list[str]]:
     words = []
     for item in items:
         name, equals, value = item.lstrip("-").partition("=")
+        name = name.replace("_", "-")
         if not name or " " in name:
             raise UserError(f"{option} {item!r}: write NAME=VALUE, or NAME for a switch")
         words.append([f"--{name}", value] if equals else [f"--{name}"])
@@ -261,10 +262,11 @@ def command(planned: Planned, args: Args) -> Command:
     script, own, paper_scale = METHODS[planned.method]
     words = ["--env", planned.env, "--seed", str(planned.seed), *(["--quick"] if args.quick else paper_scale)]
     words += [*known_flags(args.set, script), *own, *planned.flags]  # later ones win: a sweep's value over --set
-    if "--clips-dir" not in words:  # the clips that make the data are those of the evaluation
-        for flag in flag_words(args.data_set, "--data-set"):
-            if flag[0] == "--davis-dir" or (flag[0] == "--backgrounds" and flag[1] not in ("davis", "synthetic")):
-                words += ["--clips-dir", flag[1]]
+    data = dict(flag for flag in flag_words(args.data_set, "--data-set") if len(flag) == 2)
+    backgrounds = data.get("--backgrounds", "davis")
+    clips = data.get("--davis-dir") if backgrounds == "davis" else backgrounds if backgrounds != "synthetic" else None
+    if clips is not None and "--clips-dir" not in words:  # the clips that make the data are those of the evaluation
+        words += ["--clips-dir", clips]
     if planned.lam_from is not None:
         words += ["--lam-from", str(command(planned.lam_from, args).run_dir)]
     words += ["--data-dir", str(args.data_dir), "--runs-dir", str(args.runs_dir)]
@@ -478,6 +480,8 @@ def size(count: float) -> str:
 
 def describe(args: Args, commands: list[Command], jobs: list[Job]) -> str:
     """What is going to run, on which data, how long it may take and how much disk it needs."""
+    import torch
+
     lines = []
     unfinished = [one for one in commands if not one.finished]
     started = [one for one in unfinished if (one.run_dir / "args.json").exists()]
@@ -535,7 +539,8 @@ def describe(args: Args, commands: list[Command], jobs: list[Job]) -> str:
         weights = sum(weight_bytes(one, int(pixels**0.5)) for one in unfinished if one.planned.env == env)
         labels = max(frames * one.args.latent_dim * 4 for one in scripts.values())
         largest = max(weight_bytes(one, int(pixels**0.5)) for one in scripts.values())
-        here = len(os.sched_getaffinity(0)) if args.executor == "local" else len(unfinished)
+        here = torch.cuda.device_count() or len(os.sched_getaffinity(0))
+        here = here if args.executor == "local" else len(unfinished)
         at_once = min(args.jobs or here, len(unfinished))
         temporary[env] = at_once * (labels + 6 * largest)  # two checkpoints with AdamW's moments
         lines.append(f"runs {env}: {size(weights)} of weights stay")
@@ -545,9 +550,11 @@ def describe(args: Args, commands: list[Command], jobs: list[Job]) -> str:
         lines.append(
             f"disk: about {size(disk)} in all, and up to {size(most)} while the runs train (labels, checkpoints)"
         )
-    stale = [one for one in commands if one.finished and one.planned.env in hashes]
-    stale = [one for one in stale if json.loads((one.run_dir / "args.json").read_text())["train_hash"]
-             != hashes[one.planned.env]]  # fmt: skip
+    stale = []
+    for one in commands:
+        if one.finished and one.planned.env in hashes:
+            there = json.loads((one.run_dir / "result.json").read_text())["dataset"]["train"]["hash"]
+            stale += [one] if there != hashes[one.planned.env] else []
     if stale:
         lines.append(f"warning: {len(stale)} finished runs saw other data than what is in {args.data_dir} now")
     counts = [sum(job.name.startswith(kind) and not job.done() for job in jobs) for kind in ("data-", "masks-")]

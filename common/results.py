@@ -98,8 +98,16 @@ def read_run(directory: Path) -> Run | None:
     ignored = runs.RUNTIME_FIELDS | {"env", "seed", "quick"}
     run.changes = {key: args[key] for key in base if key in args and key not in ignored and args[key] != base[key]}
     if "lam_from_hash" in args:
-        run.changes["lam_from"] = result["lam_from"]["num_labels"] if result else None
+        run.changes["lam_from"] = result["lam_from"]["num_labels"] if result else _labels_of(args)
     return run
+
+
+def _labels_of(args: dict[str, Any]) -> int | None:
+    """Labels of the run that an unfinished one has its latent action model from; None if that is gone."""
+    try:
+        return json.loads((Path(args["lam_from"]) / "args.json").read_text())["num_labels"]
+    except (OSError, json.JSONDecodeError, KeyError, TypeError):
+        return None
 
 
 def find_runs(folder: Path) -> list[Run]:

@@ -321,7 +321,7 @@ class Run:
             leftover.unlink()
         self.about: dict[str, Any] = {}  # what a method adds to the result
         source = getattr(args, "lam_from", None)
-        taken = [] if source is None or self._keep_held() else self._held_fixed(Path(source))
+        taken = [] if source is None or self._keep_held(Path(source)) else self._held_fixed(Path(source))
         self._check_args()
         for path in taken:
             self._take(path)
@@ -355,9 +355,9 @@ class Run:
                 "Use the same arguments to go on, --variant NAME for a new run, or remove the directory."
             )
 
-    def _keep_held(self) -> bool:
-        """True for a finished run with a model of another one, which may be gone by now."""
-        if not (self.dir / "result.json").exists():
+    def _keep_held(self, source: Path) -> bool:
+        """True for a finished run whose source is gone: its model stays the one that it has."""
+        if (source / "lam.pt").exists() or not (self.dir / "result.json").exists():
             return False
         with contextlib.suppress(OSError, json.JSONDecodeError, KeyError):
             known = json.loads((self.dir / "args.json").read_text())

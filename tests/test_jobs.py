@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -151,6 +152,7 @@ def test_preemption_saves_and_queues_again(tmp_path: Path) -> None:
     handle = cluster.executor.submit(command)
     wait_for((tmp_path / "started").exists)
     child = int(command.pid_file.read_text())
+    assert command.pid_file.parent == command.log.parent
     task = int(Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[1])  # its parent runs `Command`
     os.kill(child, signal.SIGUSR2)  # Slurm warns every process of a step, and this one must not die from it
     os.kill(task, signal.SIGUSR2)
@@ -274,7 +276,7 @@ def test_slurm_preempts_with_sigterm(tmp_path: Path, slurm: Path, no_signal, cap
 
     def preempt() -> None:
         wait_for((tmp_path / "started").exists)
-        child = int((tmp_path / "jobs/logs/long.pid").read_text())
+        child = int(next((tmp_path / "jobs/logs").glob("long.*.pid")).read_text())
         task = int(Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[1])
         os.kill(task, signal.SIGTERM)
         os.kill(child, signal.SIGTERM)
@@ -292,9 +294,42 @@ def test_slurm_jobs_of_other_commands_stay_known(tmp_path: Path, slurm: Path) ->
     first, second = (Runner(Cluster("slurm", tmp_path / "jobs")) for _ in range(2))
     first._remember({"a": "1_0", "b": "1_1"})
     second._remember({"c": "2_0"})
-    second._remember({"c": None})
-    first._remember({"a": None})
+    second._forget("c", "2_0")
+    first._forget("a", "1_0")
     assert json.loads(path.read_text()) == {"b": "1_1"}
+    second._remember({"b": "3_0"})  # submitted again by another command
+    first._forget("b", "1_1")
+    assert json.loads(path.read_text()) == {"b": "3_0"}
+
+
+@pytest.mark.parametrize(
+    ("state", "becomes"),
+    [("CANCELLED by 7", "stopped"), ("PREEMPTED", "waiting"), ("COMPLETED", "waiting"), ("RUNNING", None), ("", None),
+     ("COMPLETING", None), ("PENDING", None)],
+)  # fmt: skip
+def test_what_slurm_says_after_a_signal(state: str, becomes: str | None, tmp_path: Path, slurm: Path) -> None:
+    """A job that Slurm has queued again by itself, or has not decided about, is not submitted a second time."""
+    runner, one = Runner(Cluster("slurm", tmp_path / "jobs")), job("a", tmp_path / "a")
+    pickle = tmp_path / "result.pkl"
+    pickle.touch()
+    paths = SimpleNamespace(result_pickle=pickle)
+    runner.handles["a"] = SimpleNamespace(get_info=lambda: {"State": state} if state else {}, paths=paths)
+    runner.ended["a"] = time.monotonic()
+    assert runner._after_signal(one) == becomes
+    assert pickle.exists() == (state != "PENDING") and ("a" in runner.ended) == (state != "PENDING")
+    one.preempted = 100
+    assert runner._after_signal(one) == "stopped" if becomes == "waiting" else True
+
+
+def test_a_job_that_fails_beside_its_own_lock_ends(tmp_path: Path, no_signal) -> None:
+    """A child that holds the lock looks like another command: once the job is tried again, then it has failed."""
+    lock = tmp_path / "lock"
+    code = f"import fcntl, subprocess, sys; f = open({str(lock)!r}, 'w'); fcntl.flock(f, fcntl.LOCK_EX); "
+    code += "subprocess.Popen(['sleep', '1'], pass_fds=[f.fileno()]); sys.exit(3)"
+    one = job("a", tmp_path / "a", argv=["-c", code], lock=lock)
+    with pytest.raises(UserError, match="1 of 1 jobs did not finish"):
+        Runner(Cluster("local", tmp_path / "jobs"), poll=0.05).run([one])
+    assert (tmp_path / "jobs/logs/a.log").read_text().count("$ python") == 2
 
 
 def test_slurm_that_refuses_is_an_error(tmp_path: Path, slurm: Path, no_signal) -> None:

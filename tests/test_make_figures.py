@@ -233,6 +233,15 @@ def test_the_commit_of_a_held_model_counts(tmp_path: Path) -> None:
     assert notes == [f"different commits: {A[:8]}, {B[:8]}"]
 
 
+def test_an_unfinished_held_run_is_said(tmp_path: Path) -> None:
+    source = write_run(tmp_path, "lapo", "cheetah-run", 1, 0.5)
+    for seed, value in ((1, 0.5), (2, None)):
+        write_run(tmp_path, "lapo", "cheetah-run", seed, value, name="held", held=128_000, num_labels=2000,
+                  lam_from=str(source))  # fmt: skip
+    notes = context(tmp_path, 2).cell("LAPO", "cheetah-run", held=128_000, num_labels=2000).notes
+    assert notes == ["seed 2 is not finished", "1 of 2 seeds"]
+
+
 def test_uncommitted_changes_are_marked(tmp_path: Path) -> None:
     write_run(tmp_path, "masklam", "cheetah-run", 1, 0.25, commit=A + "+changes")
     assert entry(tmp_path, seeds=1).notes == ["made from uncommitted changes"]
@@ -331,7 +340,7 @@ def test_the_mean_over_tasks_needs_every_task(tmp_path: Path, monkeypatch) -> No
     found = context(tmp_path, 1)
     items = make_figures.sweep_figures(found)
     item = next(item for item in items if item.name == "mask_dilation")
-    assert [row[2].text for row in item.table.rows if row[0].text == "push"] == ["-1", "0", "1"]
+    assert [row[2].text for row in item.table.rows if row[0].text == "push"] == ["-1", "0", "1", "dashed"]
     mean, first, second = figures[-1].axes
     assert [axis.get_title() for axis in (mean, first, second)] == ["DMW, mean of 2 tasks", "reach", "push"]
     drawn = {
@@ -371,13 +380,12 @@ def test_the_score_is_the_one_that_most_runs_have(tmp_path: Path) -> None:
         if seed > 2:
             result["metrics"]["eval/normalised_dataset"] = None
         (directory / "result.json").write_text(json.dumps(result))
-    found = context(tmp_path)
-    assert make_figures.score_name(found, "dcs") == "eval/normalised_dataset"
-    found.finished.runs = found.finished.runs[2:]
-    assert make_figures.score_name(found, "dcs") == "eval/return"
-    assert "short episodes" in make_figures.score_label(found, "dcs")
-    found.finished.runs = found.finished.runs[:0]
-    assert make_figures.score_name(found, "dmw") == "eval/success_rate"
+    found = find_runs(tmp_path)
+    assert make_figures.score_name("dcs", found) == "eval/normalised_dataset"
+    assert make_figures.score_name("dcs", found[:1]) == "eval/normalised_paper"
+    assert make_figures.score_name("dcs", found[2:]) == "eval/return"
+    assert "short episodes" in make_figures.score_label("dcs", found[2:])
+    assert make_figures.score_name("dmw", found) == "eval/success_rate"
 
 
 def test_both_suites_count_alike(tmp_path: Path) -> None:

@@ -95,6 +95,12 @@ def test_what_cannot_be_planned_is_refused() -> None:
     assert max(one.args.num_labels for one in small) == 5000  # what the quick data of Meta-World have
     clips = planned("main-table", env=["reach"], methods=["LAPO"], seeds=1, data_set=["davis-dir=elsewhere"])
     assert str(clips[0].args.clips_dir) == "elsewhere"
+    for data_set, set_, expected in (
+        (["davis_dir=elsewhere", "backgrounds=synthetic"], [], "None"), (["backgrounds=own"], [], "own"),
+        (["davis-dir=elsewhere"], ["clips_dir=mine"], "mine"), (["backgrounds"], [], "None"),
+    ):  # fmt: skip
+        one = planned("main-table", env=["reach"], methods=["LAPO"], seeds=1, data_set=data_set, set=set_)[0]
+        assert str(one.args.clips_dir) == expected
     quick = planned("main-table", quick=True, env=["cheetah-run"], set=["slot-updates=7", "no-augment"])
     assert {one.args.slot_updates for one in quick if one.script == "lapo_slots"} == {7}
     assert {one.args.policy_scale for one in quick} == {1}

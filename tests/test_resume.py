@@ -282,6 +282,10 @@ def test_a_held_run_outlives_its_source(undisturbed_lapo, data_dir: Path, tmp_pa
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr
     assert [path.name for path in directory.iterdir()] == [name]
+    with open(copied / "lam.pt", "ab") as file:  # another model under the same name
+        file.write(b"x")
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment())
+    assert done.returncode == 1 and "lam_from_hash" in done.stderr
     shutil.rmtree(copied)
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment())
     assert done.returncode == 0 and "finished before" in done.stdout
