@@ -682,7 +682,9 @@ def picture_notes(context: Context, env: str, chosen: dict[str, Run]) -> str:
 
 def umap_figure(context: Context, env: str) -> Item:
     """UMAP of held-out latent actions: a row per method, a column per action dimension that colours the points."""
-    item = Item(f"umap_{env}", f"UMAP of latent actions, {env}", "Latent space", context.experiment("main-table"))
+    item = Item(
+        f"umap_{env}", f"UMAP of latent actions, {env}", "Latent space", context.experiment("main-table", "--env", env)
+    )
     chosen = first_runs(context, env)
     kept = {method: run.dir / "latents.npz" for method, run in chosen.items()}
     lacking = [method for method, path in kept.items() if not path.exists()]
@@ -780,7 +782,12 @@ def heat(frames: Tensor, saliency: Tensor) -> np.ndarray:
 
 def eigen_cam_figure(context: Context, env: str) -> Item:
     """Where each method's inverse model looks in consecutive frames."""
-    item = Item(f"eigen_cam_{env}", f"Eigen-CAM of the IDM, {env}", "Latent space", context.experiment("main-table"))
+    item = Item(
+        f"eigen_cam_{env}",
+        f"Eigen-CAM of the IDM, {env}",
+        "Latent space",
+        context.experiment("main-table", "--env", env),
+    )
     named: dict[str, Any] = {}
     shown: dict[str, Run] = {}
     for method, run in first_runs(context, env).items():
@@ -826,7 +833,9 @@ def predicted(context: Context, run: Run, mask_source: str | None = None) -> tup
 
 def world_model_figure(context: Context, env: str) -> Item:
     """Predicted next frames of the methods that predict pixels, below the true ones."""
-    item = Item(f"world_model_{env}", f"World models, {env}", "World models", context.experiment("main-table"))
+    item = Item(
+        f"world_model_{env}", f"World models, {env}", "World models", context.experiment("main-table", "--env", env)
+    )
     named: dict[str, Any] = {}
     shown: dict[str, Run] = {}
     for method, run in first_runs(context, env, ("LAPO", "LAOF", "MaskLAM@GT", "MaskLAM@SAM")).items():
@@ -854,7 +863,9 @@ def world_model_figure(context: Context, env: str) -> Item:
 def occlusion_figure(context: Context, env: str) -> Item:
     """Predictions under growing occlusion, with and without the masked loss."""
     name = f"world_model_occlusion_{env}"
-    item = Item(name, f"World models under occlusion, {env}", "World models", context.experiment("occlusion"))
+    item = Item(
+        name, f"World models under occlusion, {env}", "World models", context.experiment("occlusion", "--env", env)
+    )
     for line, flags in paper.LOSSES.items():
         named: dict[str, Any] = {}
         for value in paper.OCCLUSIONS:
@@ -1017,7 +1028,10 @@ def main(args: Args) -> None:
     steps += [lambda: interval_figure(context), lambda: cost_table(context)]
     steps += [lambda: sweep_figures(context), lambda: ablation_figure(context)]
     for env in picture_envs(context):
-        for function in (umap_figure, eigen_cam_figure, world_model_figure, occlusion_figure):
+        functions = [umap_figure, eigen_cam_figure, world_model_figure]
+        occluded = any(run.env == env and run.args.get("occlusion") for run in here)
+        functions += [occlusion_figure] if occluded or env in paper.EXPERIMENTS["occlusion"].envs else []
+        for function in functions:
             steps.append(lambda function=function, env=env: function(context, env))
         steps.append(lambda env=env: list(own_pictures(context, env)))
         steps.append(lambda env=env: dilation_figure(context, env))
