@@ -632,7 +632,9 @@ def ablation_figure(context: Context) -> Item:
             color = "tab:blue" if name == "MaskLAM" else "tab:gray"
             axis.barh(place, value.mean, xerr=value.std, color=color, alpha=0.8, error_kw={"lw": 1})
             if len(tasks) == 1:
-                axis.plot(value_seeds(cells[tasks[0]][name]), [place] * len(cells[tasks[0]][name].runs), "k.", ms=4)
+                axis.plot(
+                    cells[tasks[0]][name].values("eval/nmse"), [place] * len(cells[tasks[0]][name].runs), "k.", ms=4
+                )
         axis.set_yticks(range(len(paper.ABLATIONS)), list(paper.ABLATIONS), fontsize=8)
         axis.set_ylim(len(paper.ABLATIONS) - 0.5, -0.5)
         axis.set(title=panel, xlabel="NMSE")
@@ -645,11 +647,6 @@ def ablation_figure(context: Context) -> Item:
     table.write(context.out, "ablations_table")
     item.table = table
     return item
-
-
-def value_seeds(cell: Cell) -> list[float]:
-    """The NMSE of each seed."""
-    return cell.values("eval/nmse")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -760,10 +757,9 @@ def strip(dataset: Dataset, episode: int = 0) -> np.ndarray:
     return np.arange(first, min(first + STRIP, stop - 1))
 
 
-def strip_batch(context: Context, run: Run, mask_source: str | None = None) -> tuple[Batch, Tensor, Tensor]:
+def strip_batch(context: Context, run: Run) -> tuple[Batch, Tensor, Tensor]:
     """Consecutive held-out transitions as a run sees them: a batch, its frames o_t (B, 3, H, W), masks (B, 1, H, W)."""
-    source = mask_source or run.args.get("mask_source", "gt")
-    dataset = context.test_set(run, source)
+    dataset = context.test_set(run, run.args.get("mask_source", "gt"))
     index = strip(dataset)
     batch = next(sequential(dataset, len(index), max_offset=1, device=torch.device("cpu"), masks=True, indices=index))
     size = dataset.image_size
@@ -780,6 +776,28 @@ def heat(frames: Tensor, saliency: Tensor) -> np.ndarray:
     return (mixed.clip(0, 1) * 255).round().astype(np.uint8)
 
 
+def method_rows(
+    item: Item, chosen: dict[str, Run], label: str, draw: Callable[[Run], tuple[Any, Tensor, Tensor]]
+) -> tuple[dict[str, Any], Tensor | None, dict[str, Run]]:
+    """A row of pictures per run, below the frames that the first one sees; what cannot be drawn is said in the item.
+
+    draw: from a run to its pictures, frames and masks. Returns the rows by their labels, the first run's masks, and the
+    runs that are shown.
+    """
+    named: dict[str, Any] = {}
+    outline, shown = None, {}
+    for method, run in chosen.items():
+        try:
+            images, frames, masks = draw(run)
+        except UserError as error:
+            item.missing += f"{method}: {error} "
+            continue
+        if not shown:
+            named[label], outline = frames, masks
+        named[method], shown[method] = images, run
+    return named, outline, shown
+
+
 def eigen_cam_figure(context: Context, env: str) -> Item:
     """Where each method's inverse model looks in consecutive frames."""
     item = Item(
@@ -788,28 +806,21 @@ def eigen_cam_figure(context: Context, env: str) -> Item:
         "Latent space",
         context.experiment("main-table", "--env", env),
     )
-    named: dict[str, Any] = {}
-    shown: dict[str, Run] = {}
-    for method, run in first_runs(context, env).items():
-        if run.script == "lapo_slots":
-            continue
-        try:
-            module, args, model = load_model(run)
-            batch, frames, masks = strip_batch(context, run)
-        except UserError as error:
-            item.missing += f"{method}: {error} "
-            continue
-        if not shown:
-            named["o(t)"], outline = frames, masks
-        shown[method] = run
+
+    def draw(run: Run) -> tuple[np.ndarray, Tensor, Tensor]:
+        module, args, model = load_model(run)
+        batch, frames, masks = strip_batch(context, run)
         encoder = model.idm if hasattr(model, "idm") else model.encoder
-        found = last_activations(encoder, lambda m=module, n=model, b=batch, a=args: m.encode(n, b, a))
-        named[method] = heat(frames, eigen_cam(found[: len(frames)]))
-        item.pictures = [context.out / f"eigen_cam_{env}.png"]
+        found = last_activations(encoder, lambda: module.encode(model, batch, args))
+        return heat(frames, eigen_cam(found[: len(frames)])), frames, masks
+
+    chosen = {method: run for method, run in first_runs(context, env).items() if run.script != "lapo_slots"}
+    named, outline, shown = method_rows(item, chosen, "o(t)", draw)
     if not named:
         item.missing = item.missing or f"No finished runs on {env} with an IDM that sees pixels."
         return item
-    pictures.rows(item.pictures[0], named, outline, f"Eigen-CAM, {env}: consecutive held-out frames")
+    path = context.out / f"eigen_cam_{env}.png"
+    item.pictures = [pictures.rows(path, named, outline, f"Eigen-CAM, {env}: consecutive held-out frames")]
     item.text = (
         "Projection of the last convolutional block's output (after its ReLU) on its first singular vector, per frame; "
         "red is high. For LAOM-Labels: the encoder's, of the current stack. LAPO-Slots' IDM sees slots and no pixels. "
@@ -818,10 +829,10 @@ def eigen_cam_figure(context: Context, env: str) -> Item:
     return item
 
 
-def predicted(context: Context, run: Run, mask_source: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def predicted(context: Context, run: Run) -> tuple[Tensor, Tensor, Tensor]:
     """Predicted and true next frames (B, 3, H, W) of consecutive held-out transitions, and masks (B, 1, H, W)."""
     module, args, model = load_model(run)
-    batch, _, _ = strip_batch(context, run, mask_source)
+    batch, _, _ = strip_batch(context, run)
     with torch.inference_mode():
         seen = module.observe(batch, args)
         window, frames = (seen[0], seen[1]) if isinstance(seen, tuple) else (seen, seen)
@@ -836,18 +847,8 @@ def world_model_figure(context: Context, env: str) -> Item:
     item = Item(
         f"world_model_{env}", f"World models, {env}", "World models", context.experiment("main-table", "--env", env)
     )
-    named: dict[str, Any] = {}
-    shown: dict[str, Run] = {}
-    for method, run in first_runs(context, env, ("LAPO", "LAOF", "MaskLAM@GT", "MaskLAM@SAM")).items():
-        try:
-            prediction, frames, masks = predicted(context, run)
-        except UserError as error:
-            item.missing += f"{method}: {error} "
-            continue
-        if not shown:
-            named["o(t+1)"], outline = frames, masks
-        shown[method] = run
-        named[method] = prediction
+    chosen = first_runs(context, env, ("LAPO", "LAOF", "MaskLAM@GT", "MaskLAM@SAM"))
+    named, outline, shown = method_rows(item, chosen, "o(t+1)", lambda run: predicted(context, run))
     if not named:
         item.missing = item.missing or f"No finished runs on {env} of a method that predicts pixels."
         return item
