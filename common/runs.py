@@ -81,6 +81,9 @@ def cli(main: Callable[[Any], None], default: Any) -> None:
     except KeyboardInterrupt:
         print(f"{name}: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:  # whoever read the output has had enough: | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise

@@ -291,6 +291,17 @@ def test_a_held_run_outlives_its_source(undisturbed_lapo, data_dir: Path, tmp_pa
     assert done.returncode == 0 and "finished before" in done.stdout
 
 
+def test_a_reader_that_has_had_enough_is_no_traceback() -> None:
+    code = (
+        "import dataclasses, sys; from common import runs; sys.argv = ['x.py']\n@dataclasses.dataclass\nclass Args:\n"
+    )
+    code += "    n: int = 1\nruns.cli(lambda args: [print('line' * 99, flush=True) for _ in range(9999)], Args())"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait() == 128 + signal.SIGPIPE and process.stderr.read() == b""
+
+
 def test_long_names_of_variants_are_cut() -> None:
     import lapo
     from common import runs
