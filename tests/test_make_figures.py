@@ -398,6 +398,10 @@ def test_both_suites_count_alike(tmp_path: Path) -> None:
     assert set(lines["LAPO"][place].notes) == {"over 2 of 4 tasks", "over 1 of 10 tasks"}
     assert lines["MaskLAM@GT, paper"][place].text == "0.1471 ± 0.0064"  # of its tables of tasks, by hand
     assert lines["LAPO"][column(table, "both NMSE clean")].text == "-"
+    write_run(tmp_path, "masklam", "cheetah-run", 1, 0.1)  # one suite alone: no number of ours, the paper's stays whole
+    table = make_figures.aggregate_table(context(tmp_path, 1)).table
+    both = rows(table)["MaskLAM@GT"][place], rows(table)["MaskLAM@GT, paper"][place]
+    assert [entry.text for entry in both] == ["-", "0.1471 ± 0.0064"] and not both[1].notes
 
 
 # --- pictures
