@@ -780,11 +780,11 @@ def updates_for(epochs: float, updates: int | None, sampler: Sampler | LabelledS
 
 def normalise(frames: torch.Tensor) -> torch.Tensor:
     """uint8 (B, F, H, W, 3) -> float32 (B, F, 3, H, W) in [-0.5, 0.5]; the memory stays channels-last."""
-    return frames.movedim(-1, -3).to(torch.float32).div_(255).sub_(0.5)
+    return frames.movedim(-1, -3).float().div_(255).sub_(0.5)
 
 
 def unpack_masks(packed: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Bit-packed uint8 (B, F, H*W/8) -> float32 (B, F, 1, H, W) of zeros and ones."""
     shift = torch.arange(7, -1, -1, dtype=torch.uint8, device=packed.device)
     bits = (packed.unsqueeze(-1) >> shift) & 1
-    return bits.view(*packed.shape[:-1], 1, height, width).to(torch.float32)
+    return bits.view(*packed.shape[:-1], 1, height, width).float()

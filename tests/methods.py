@@ -1,6 +1,8 @@
 """What tests need to build and train each method script on a planted data set."""
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -64,6 +66,40 @@ def build(script: str, size: int = 32, seed: int = 0, action_dim: int = 6, **cha
     return module, args, model
 
 
+@contextlib.contextmanager
+def double_precision() -> Iterator[None]:
+    """Trains in float64 on one thread, where rounding differs between processors by 1e-16, not 1e-7.
+
+    The methods write `.float()` where autocast would leave bfloat16; here that must not round to float32.
+    """
+    threads, to_float = torch.get_num_threads(), torch.Tensor.float
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    torch.Tensor.float = torch.Tensor.double
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(torch.float32)
+        torch.Tensor.float = to_float
+
+
+class DoubleActions:
+    """A sampler whose actions are float64, so that a loss does not mix types."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sampler, name)
+
+    def next(self) -> Any:
+        batch = self.sampler.next()
+        if hasattr(batch, "labelled"):
+            batch = batch._replace(labelled=batch.labelled._replace(action=batch.labelled.action.double()))
+        return batch._replace(action=batch.action.double())
+
+
 def attach_planted_flow(dataset: Dataset) -> None:
     """The true flow of a planted set as LAOF's: the square's displacement inside its mask, zero elsewhere."""
     size = dataset.image_size
@@ -111,6 +147,8 @@ def lam_training(
     run = runs.Run(args, script, "test", {})
     probe = nn.Linear(args.latent_dim, dataset.action_dim)
     sampler = lam_sampler(script, args, dataset)
+    if torch.get_default_dtype() == torch.float64:
+        sampler = DoubleActions(sampler)
 
     def after_update(model: nn.Module) -> None:
         updated(model)

@@ -12,7 +12,7 @@ import numpy as np
 import planted
 import pytest
 import torch
-from methods import CPU, SCRIPTS, build, lam_training
+from methods import CPU, SCRIPTS, build, double_precision, lam_training
 
 import lapo
 import masklam
@@ -260,15 +260,18 @@ GOLDEN = Path(__file__).with_name("golden_losses.json")
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_golden_losses(script: str, planted_dir: Path, tmp_path: Path) -> None:
-    """Ten updates from a fixed seed; a pure refactoring must reproduce them. Remake: python tests/test_methods.py."""
-    torch.testing.assert_close(
-        golden(script, planted_dir, tmp_path), json.loads(GOLDEN.read_text())[script], rtol=1e-4, atol=0
-    )
+    """Ten updates from a fixed seed in float64; a pure refactoring must reproduce them on every processor.
+
+    Remake: python tests/test_methods.py.
+    """
+    losses = golden(script, planted_dir, tmp_path)
+    torch.testing.assert_close(losses, json.loads(GOLDEN.read_text())[script], rtol=1e-8, atol=0)
 
 
 def golden(script: str, data_dir: Path, runs_dir: Path) -> list[float]:
-    module, args, model = build(script, log_every=1, runs_dir=runs_dir, lam_lr=1e-3)
-    lam_training(module, args, model, data_dir, 10)
+    with double_precision():
+        module, args, model = build(script, log_every=1, runs_dir=runs_dir, lam_lr=1e-3)
+        lam_training(module, args, model, data_dir, 10)
     lines = (runs_dir / script / "cheetah-run/test/seed1/metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["lam/loss"] for line in lines]
 
