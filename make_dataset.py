@@ -3,11 +3,12 @@
     python make_dataset.py --env cheetah-run --backgrounds synthetic --quick
     python make_dataset.py --env all --backgrounds synthetic --quick --preview
 
-Writes data/<env>/train and data/<env>/test with one process per core. The same command again goes on where the last one
-stopped. What a shard holds depends on the arguments and its number alone, never on how many processes made it. Paper
-scale (the default without --quick) takes about 260 GB for a task of the Control Suite, 110 GB for one of Meta-World.
+Writes data/<env>/train and data/<env>/test with one process per core. Rerun the same command to resume after a stop.
+What a shard holds depends on the arguments and its number alone, never on how many processes made it. Paper scale (the
+default without --quick) takes about 260 GB for a task of the Control Suite, 110 GB for one of Meta-World.
 """
 
+import itertools
 import math
 import multiprocessing
 import multiprocessing.connection
@@ -18,33 +19,23 @@ import sys
 import time
 import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from common.errors import UserError
+from common import store
+from common.cli import Progress, Stopped, UserError, cli, stop_requested
 from common.experts import default_expert, load_expert
-from common.runs import Progress, Stopped, atomic_path, cli, stop_requested, versions
-from common.shards import (
-    DamagedShard,
-    Shard,
-    ShardTaken,
-    ShardWriter,
-    frame_bytes,
-    frame_schema,
-    plan_differences,
-    read_shard,
-    remove_stale_parts,
-    shard_paths,
-)
+from common.runs import check_at_least, versions
+from common.shards import frame_bytes, frame_schema, read_shard, shard_paths, write_shard
 from common.tasks import TASKS, get_task
 
 EnvName = Literal[(*TASKS, "all")]
 SPLITS = ("train", "test")
-SHARD_BYTES = 10**9
+SHARD_BYTES = 250 * 10**6  # a shard is built in memory, once as arrays and once as a file
 MIN_SHARDS = 16  # so that a small set keeps several cores busy and loses little when it is stopped
 QUICK_STEPS = 250
 QUICK = {"episode_length": QUICK_STEPS, "quality": "fast", "camera_scale": 0.0, "color_scale": 0.0}
@@ -67,7 +58,7 @@ class Args:
     episode_length: int = 1000
     """Steps after which an episode is cut (on Meta-World it also ends on success)."""
     episodes_per_shard: int | None = None
-    """Default: as many as fit in 1 GB, at most a sixteenth of the split."""
+    """Default: as many as fit in 250 MB, at most a sixteenth of the split."""
     workers: int = len(os.sched_getaffinity(0))
     """Processes. Has no influence on what is written."""
     split: Literal["both", "train", "test"] = "both"
@@ -171,11 +162,8 @@ def distractor_config(args: Args):
 def check_args(args: Args) -> None:
     """UserError for impossible numbers."""
     task = get_task(args.env)
-    for name in ("train_transitions", "test_transitions", "episode_length", "image_size", "workers"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}, must be at least 1")
-    if args.episodes_per_shard is not None and args.episodes_per_shard < 1:
-        raise UserError(f"--episodes-per-shard is {args.episodes_per_shard}, must be at least 1")
+    check_at_least(args, 1, "train_transitions", "test_transitions", "episode_length", "image_size", "workers")
+    check_at_least(args, 1, "episodes_per_shard")
     if args.episode_length > task.max_steps:
         raise UserError(f"--episode-length is {args.episode_length}, but {task.name} ends after {task.max_steps} steps")
     if args.image_size % 8:
@@ -259,8 +247,6 @@ class Split:
     folder: Path
     plan: dict[str, Any]
     transitions: dict[int, int] = field(default_factory=dict)  # of complete shards
-    started: set[int] = field(default_factory=set)
-    taken: dict[int, float] = field(default_factory=dict)  # being made by another run: when to look again
 
     def path(self, shard: int) -> Path:
         return self.folder / f"{shard:05d}.h5"
@@ -269,52 +255,50 @@ class Split:
         """Number of shards, None while it is not known."""
         if self.plan["num_shards"] is not None:
             return self.plan["num_shards"]
-        total, shard = 0, 0
-        while shard in self.transitions:
+        total = 0
+        for shard in itertools.count():
+            if shard not in self.transitions:
+                return None
             total += self.transitions[shard]
-            shard += 1
             if total >= self.plan["num_transitions"]:
-                return shard
-        return None
+                return shard + 1
 
     def complete(self) -> bool:
         end = self.end()
         return end is not None and all(shard in self.transitions for shard in range(end))
 
-    def take(self) -> int | None:
-        """The next shard to make, None if there is none (for now)."""
-        end, shard, below, now = self.plan["num_shards"], 0, 0, time.monotonic()
-        while shard in self.transitions or shard in self.started or self.taken.get(shard, now) > now:
-            below += self.transitions.get(shard, 0)
-            shard += 1
-        if shard >= end if end is not None else below >= self.plan["num_transitions"]:
-            return None
-        self.started.add(shard)
-        return shard
+    def candidates(self) -> Iterator[Path]:
+        """Shards that may have to be made, in order; on Meta-World until those before have enough transitions."""
+        before = 0
+        for shard in itertools.count():
+            if shard == self.plan["num_shards"] or before >= self.plan["num_transitions"]:
+                return
+            yield self.path(shard)
+            before += self.transitions.get(shard, 0)
 
-    def finish(self, shard: int, transitions: int | None) -> None:
-        """The shard exists now. None: another run is making it, so look again in a while."""
-        self.started.discard(shard)
-        if transitions is None:
-            self.taken[shard] = time.monotonic() + 2
-        else:
-            self.transitions[shard] = transitions
+    def is_missing(self, path: Path, announce: bool = False) -> bool:
+        """Looks for a shard. UserError if it is of another plan; `announce` prints what is wrong with a damaged one."""
+        try:
+            shard = read_shard(path)
+        except store.Damaged as error:
+            if announce:
+                print(f"{error}; making it again")
+            return True
+        if shard.plan != self.plan:
+            lines = "; ".join(store.differences(shard.plan, self.plan))
+            raise UserError(
+                f"{path}: made with other settings ({lines}). Use the same arguments to resume, another --data-dir for "
+                f"a new set, or remove {path.parent} to make it again"
+            )
+        self.transitions[int(path.stem)] = shard.num_transitions
+        return False
 
     def scan(self) -> None:
-        """Take over complete shards of the same plan. Raises UserError if there are shards of another plan."""
+        """Finds the shards that are there. Raises UserError if some are of another plan."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for part in remove_stale_parts(self.folder):
-            print(f"removed {part}, left by a run that was killed")
+        store.remove_leftovers(self.folder)
         for path in shard_paths(self.folder):
-            try:
-                shard = read_shard(path)
-            except DamagedShard as error:
-                print(f"{error}; making it again")
-                continue
-            check_plan(shard, self.plan)
-            if shard.number != int(path.stem):
-                raise UserError(f"{path}: this is shard {shard.number} under another name; remove it and try again")
-            self.transitions[shard.number] = shard.frames - shard.num_episodes
+            self.is_missing(path, announce=True)
 
     def trim(self) -> None:
         """Remove what was made beyond the last shard, also by a worker that finished it when the others were done."""
@@ -323,130 +307,91 @@ class Split:
                 path.unlink(missing_ok=True)
                 self.transitions.pop(int(path.stem), None)
 
-    def missing_bytes(self) -> int:
-        """What is still to be written, at most about."""
-        if self.plan["num_shards"] is not None:
-            missing = [shard for shard in range(self.plan["num_shards"]) if shard not in self.transitions]
-            frames = sum(shard_frames(self.plan, shard) for shard in missing)
-        else:
-            frames = max(0, self.plan["num_transitions"] - sum(self.transitions.values()))
-            frames = 0 if self.complete() else frames + shard_frames(self.plan, 0)
-            missing = [0] * math.ceil(frames / shard_frames(self.plan, 0))
-        return frames * frame_bytes(self.plan) + len(missing) * 65536
+    def num_frames(self) -> int:
+        """Frames of the whole split; on Meta-World about as many."""
+        count = self.plan["num_episodes"]
+        return self.plan["num_transitions"] if count is None else count * (self.plan["episode_length"] + 1)
 
-
-def check_plan(shard: Shard, plan: dict[str, Any]) -> None:
-    if shard.plan != plan:
-        raise UserError(
-            f"{shard.path}: made with other settings ({'; '.join(plan_differences(shard.plan, plan))}). Use the same "
-            f"arguments to go on, another --data-dir for a new set, or remove {shard.path.parent} to make it again"
-        )
+    def missing_frames(self) -> int:
+        """Frames that are still to be made, at most about."""
+        if self.complete():
+            return 0
+        shards = self.transitions.items()
+        return self.num_frames() - sum(count + len(shard_episodes(self.plan, shard)) for shard, count in shards)
 
 
 # ------------------------------------------------------------------------------------------------------------- rollout
 
 
-class _StopWorker(Exception):
-    """The parent asked for the end, or is gone."""
+class Maker:
+    """Makes shards; keeps environment, clips and buffers from one to the next. `tick` is called once per frame."""
 
-
-def rollout(
-    env: Any,
-    act: Callable[[np.ndarray], np.ndarray],
-    seed: int,
-    buffers: dict[str, np.ndarray],
-    tick: Callable[[], None],
-) -> tuple[dict[str, np.ndarray], tuple[str, int, int]]:
-    """Play one episode into `buffers` (named as in `frame_schema`, at least as long as the episode).
-
-    Returns views of L+1 frames and the background (clip, start, direction). `tick` is called once per frame.
-    """
-    observation, info = env.reset(seed=seed)
-    background = (
-        info.get("background", ""),
-        info.get("background_start", 0),
-        info.get("background_direction", 0),
-    )
-    frame, done = 0, False
-    while True:
-        for name, value in observation.items():
-            buffers[name][frame] = np.packbits(value) if name.endswith("/mask") else value
-        tick()
-        if done:
-            break
-        action = act(observation["state"])
-        observation, reward, terminated, truncated, info = env.step(action)
-        buffers["action"][frame], buffers["reward"][frame] = action, reward
-        if "success" in buffers:
-            buffers["success"][frame] = info["success"]
-        done = terminated or truncated
-        frame += 1
-    buffers["action"][frame], buffers["reward"][frame] = np.nan, 0
-    if "success" in buffers:
-        buffers["success"][frame] = False
-    return {name: buffer[: frame + 1] for name, buffer in buffers.items()}, background
-
-
-class _Maker:
-    """Makes shards; keeps environment, clips and buffers from one to the next."""
-
-    def __init__(self, args: Args, plans: dict[str, dict[str, Any]], tick: Callable[[], None]):
-        self.args, self.plans, self.tick = args, plans, tick
+    def __init__(self, args: Args, tick: Callable[[], None]):
+        self.args, self.tick = args, tick
         self.expert = load_expert(args.env, args.expert, args.expert_dir)
-        self.split: str | None = None
+        self.plan: dict[str, Any] | None = None
         self.env: Any = None
-        self.buffers: dict[str, np.ndarray] = {}
+        self.frames = 0  # of all shards that it made
 
-    def _prepare(self, split: str) -> None:
+    def prepare(self, plan: dict[str, Any]) -> None:
+        """Makes the environment and the buffers for a split, unless they are those of the shard before."""
         from common.envs import make_env
 
-        if self.split == split:
+        if self.plan is plan:
             return
         self.close()
-        plan = self.plans[split]
+        self.plan = plan
         self.env = make_env(
             plan["env"],
-            split=split,
+            split=plan["split"],
             renders=tuple(plan["renders"]),
             quality=plan["quality"],
             distractors=distractor_config(self.args),
             image_size=plan["image_size"],
             max_steps=plan["episode_length"],
         )
-        length = plan["episode_length"] + 1
-        self.buffers = {name: np.empty((length, *shape), dtype) for name, (dtype, shape) in frame_schema(plan).items()}
-        self.split = split
+        most = plan["episodes_per_shard"] * (plan["episode_length"] + 1)
+        self.buffers = {name: np.empty((most, *shape), dtype) for name, (dtype, shape) in frame_schema(plan).items()}
 
-    def make(self, split: str, number: int, path: Path) -> tuple[str, int]:
-        """("made" | "kept", transitions) of a shard, or ("taken", 0) if another run is making it."""
-        plan, episodes = self.plans[split], shard_episodes(self.plans[split], number)
-        try:
-            writer = ShardWriter(
-                path,
-                plan,
-                number,
-                shard_frames(plan, number),
-                len(episodes),
-                command=describe_command(self.args),
-                versions=versions(),
-            )
-        except ShardTaken:
-            return "taken", 0
-        with writer:
-            try:  # another run may have made it since this one looked
-                shard = read_shard(path)
-            except DamagedShard:
-                shard = None
-            if shard is not None:
-                check_plan(shard, plan)
-                return "kept", shard.frames - shard.num_episodes
-            self._prepare(split)
-            for episode in episodes:
-                seed = episode_seed(plan, episode)
-                arrays, background = rollout(self.env, self.expert.act, seed, self.buffers, self.tick)
-                writer.append(arrays, seed, background)
-            writer.commit()
-            return "made", writer.frames - len(episodes)
+    def rollout(self, seed: int, first: int) -> tuple[int, dict[str, Any]]:
+        """Plays one episode into the buffers from frame `first` on. Returns the frame after it and the reset's info."""
+        observation, about = self.env.reset(seed=seed)
+        buffers, frame, done = self.buffers, first, False
+        while True:
+            for name, value in observation.items():
+                buffers[name][frame] = np.packbits(value) if name.endswith("/mask") else value
+            self.tick()
+            if done:
+                break
+            action = self.expert.act(observation["state"])
+            observation, reward, terminated, truncated, info = self.env.step(action)
+            buffers["action"][frame], buffers["reward"][frame] = action, reward
+            if "success" in buffers:
+                buffers["success"][frame] = info["success"]
+            done = terminated or truncated
+            frame += 1
+        buffers["action"][frame], buffers["reward"][frame] = np.nan, 0
+        if "success" in buffers:
+            buffers["success"][frame] = False
+        return frame + 1, about
+
+    def make(self, path: Path, plan: dict[str, Any]) -> None:
+        """Plays and writes the episodes of a shard."""
+        self.prepare(plan)
+        starts = [0]
+        about: dict[str, list[Any]] = {"seed": [], "background": [], "background_start": [], "background_direction": []}
+        for episode in shard_episodes(plan, int(path.stem)):
+            seed = episode_seed(plan, episode)
+            end, info = self.rollout(seed, starts[-1])
+            starts.append(end)
+            about["seed"].append(seed)
+            about["background"].append(info.get("background", ""))
+            about["background_start"].append(int(info.get("background_start", 0)))
+            about["background_direction"].append(int(info.get("background_direction", 0)))
+        arrays = {name: buffer[: starts[-1]] for name, buffer in self.buffers.items()}
+        arrays["episode_start"] = np.array(starts, np.int64)
+        write_shard(path, plan, arrays, about, {"command": describe_command(self.args), "versions": versions()})
+        self.frames += starts[-1]
 
     def close(self) -> None:
         if self.env is not None:
@@ -456,153 +401,97 @@ class _Maker:
 # -------------------------------------------------------------------------------------------------------------- workers
 
 
-def _work(connection: Any, shared: Any, worker: int, parent: int, args: Args, plans: dict[str, dict[str, Any]]) -> None:
-    """A worker process: gets (split, shard, path), answers (outcome, ...). Ends when its parent does."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the parent decides
+def work(connection: Any, shared: Any, worker: int, parent: int, args: Args, splits: list[Split]) -> None:
+    """A worker process: makes missing shards until none is left, as other workers do, and sends (frames, seconds).
+
+    An exception is sent instead. shared: frames of each worker; the last entry tells all to stop.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches all processes of a terminal; the parent decides
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def tick() -> None:
         shared[worker] += 1
         if shared[-1] or os.getppid() != parent:
-            raise _StopWorker
+            raise Stopped("the complete shards stay")
 
-    maker = None
+    by_folder = {split.folder: split for split in splits}
+    maker, start = None, time.monotonic()
     try:
-        while True:
-            job = connection.recv()
-            start = time.monotonic()
-            try:
-                maker = maker or _Maker(args, plans, tick)
-                outcome, transitions = maker.make(*job)
-                connection.send((outcome, transitions, time.monotonic() - start))
-            except _StopWorker:
-                connection.send(("stopped", 0, 0.0))
-            except UserError as error:
-                connection.send(("refused", str(error), ""))
-            except Exception as error:
-                connection.send(("failed", f"{type(error).__name__}: {error}", traceback.format_exc()))
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass
-    if maker is not None:
-        maker.close()
-
-
-class _Worker:
-    def __init__(self, context: Any, shared: Any, number: int, args: Args, plans: dict[str, dict[str, Any]]):
-        self.number, self.job = number, None
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(
-            target=_work, args=(theirs, shared, number, os.getpid(), args, plans), daemon=True
+        maker = Maker(args, tick)
+        store.fill(
+            paths=lambda: itertools.chain.from_iterable(split.candidates() for split in splits),
+            is_missing=lambda path: by_folder[path.parent].is_missing(path),
+            make=lambda path: maker.make(path, by_folder[path.parent].plan),
         )
-        self.process.start()
-        theirs.close()  # so that a dead worker ends the pipe
+        connection.send((maker.frames, time.monotonic() - start))
+    except (UserError, Stopped, OSError) as error:
+        connection.send(error)
+    except Exception as error:
+        connection.send(UserError(f"a worker failed: {type(error).__name__}: {error}\n{traceback.format_exc()}"))
+    finally:
+        if maker is not None:
+            maker.close()
 
 
-def make_shards(args: Args, splits: dict[str, Split], name: str) -> tuple[int, float]:
+def make_shards(args: Args, splits: dict[str, Split]) -> tuple[int, float]:
     """Make every missing shard. Returns the frames made and the seconds of all workers that it took.
 
     Raises Stopped on a signal and UserError if a worker fails or is killed; no half-written shard stays either way.
     """
-    plans = {split: part.plan for split, part in splits.items()}
-    total = sum(
-        sum(shard_frames(part.plan, shard) for shard in range(part.plan["num_shards"]))
-        if part.plan["num_shards"]
-        else part.plan["num_transitions"]
-        for part in splits.values()
-    )
-    done = sum(
-        transitions + len(shard_episodes(part.plan, shard))
-        for part in splits.values()
-        for shard, transitions in part.transitions.items()
-    )
-    left = sum(
-        len([shard for shard in range(part.plan["num_shards"]) if shard not in part.transitions])
-        if part.plan["num_shards"]
-        else args.workers
-        for part in splits.values()
-    )
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # one core per worker
     context = multiprocessing.get_context("spawn")
-    count = min(args.workers, left)
-    shared = context.RawArray("q", count + 1)  # frames of each worker's present shard; the last one says stop
-    progress = Progress(name, total, "frames", done, every=10)
-    made, seconds, shown, problem = 0, 0.0, done, None
-    workers = [_Worker(context, shared, number, args, plans) for number in range(count)]
+    parts = list(splits.values())
+    shared = context.RawArray("q", args.workers + 1)
+    workers = {}
+    for number in range(args.workers):
+        connection, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=work, args=(theirs, shared, number, os.getpid(), args, parts), daemon=True)
+        process.start()
+        theirs.close()  # so that a dead worker ends the pipe
+        workers[connection] = process
+    total = sum(part.num_frames() for part in parts)
+    shown = total - sum(part.missing_frames() for part in parts)
+    progress = Progress(args.env, total, "frames", shown)
+    frames, seconds, problem = 0, 0.0, None
     try:
-        while problem is None and not stop_requested() and not all(part.complete() for part in splits.values()):
-            for worker in workers:
-                if worker.job is None and (job := _next_job(splits)):
-                    worker.job, shared[worker.number] = job, 0
-                    try:
-                        worker.connection.send((*job, splits[job[0]].path(job[1])))
-                    except (BrokenPipeError, ConnectionResetError):
-                        pass  # it died while idle; seen below
-            multiprocessing.connection.wait([worker.connection for worker in workers], timeout=0.3)
-            for worker in workers:
-                if problem is not None or not worker.connection.poll():
-                    continue
+        while workers:
+            for connection in multiprocessing.connection.wait(list(workers), timeout=0.3):
+                process = workers.pop(connection)
                 try:
-                    outcome, *rest = worker.connection.recv()
+                    outcome = connection.recv()
                 except (EOFError, ConnectionResetError):
-                    worker.process.join(10)
-                    problem = _death(worker, splits)
-                    continue
-                split, shard = worker.job
-                worker.job = None
-                if outcome in ("made", "kept"):
-                    splits[split].finish(shard, rest[0])
-                    frames = rest[0] + len(shard_episodes(plans[split], shard))
-                    done += frames
-                    if outcome == "made":
-                        made, seconds = made + frames, seconds + rest[1]
-                elif outcome == "taken":
-                    splits[split].finish(shard, None)
-                elif outcome == "refused":
-                    problem = rest[0]
-                elif outcome == "failed":
-                    print(rest[1], file=sys.stderr)
-                    problem = f"{splits[split].path(shard)}: worker {worker.number} failed: {rest[0]}"
-                shared[worker.number] = 0
-            now = min(total, done + sum(shared[:count]))
-            progress.update(max(0, now - shown))
-            shown = max(shown, now)
+                    outcome = UserError(describe_death(process))
+                if isinstance(outcome, Exception):
+                    problem = problem or outcome
+                    shared[-1] = 1
+                else:
+                    frames, seconds = frames + outcome[0], seconds + outcome[1]
+            if stop_requested():
+                shared[-1] = 1
+            progress.update(sum(shared[: args.workers]) - progress.n + shown)
     finally:
         shared[-1] = 1
-        for worker in workers:
-            worker.connection.close()
-        deadline = time.monotonic() + 20
-        for worker in workers:
-            worker.process.join(max(0, deadline - time.monotonic()))
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join()
+        for process in workers.values():
+            process.join(20)
         progress.close()
-        for part in splits.values():
-            remove_stale_parts(part.folder)
+        for part in parts:
+            store.remove_leftovers(part.folder)
+    if stop_requested():
+        raise Stopped(f"the complete shards in {args.data_dir / args.env} stay")
     if problem is not None:
-        raise UserError(problem)
-    if not all(part.complete() for part in splits.values()):
-        have = sum(len(part.transitions) for part in splits.values())
-        raise Stopped(f"{have} shards are complete; the same command goes on from there")
-    return made, seconds
+        raise problem
+    return frames, seconds
 
 
-def _next_job(splits: dict[str, Split]) -> tuple[str, int] | None:
-    for split, part in splits.items():
-        if (shard := part.take()) is not None:
-            return split, shard
-    return None
-
-
-def _death(worker: _Worker, splits: dict[str, Split]) -> str:
-    code = worker.process.exitcode
-    what = f"worker {worker.number} ended with exit code {code}"
+def describe_death(process: Any) -> str:
+    process.join(10)
+    code = process.exitcode
+    how = f"ended with exit code {code}"
     if code is not None and code < 0:
-        what = f"worker {worker.number} was killed by {signal.Signals(-code).name}"
+        how = f"was killed by {signal.Signals(-code).name}"
         if -code == signal.SIGKILL:
-            what += ", as a machine that runs out of memory does; try fewer --workers"
-    where = f"{splits[worker.job[0]].path(worker.job[1])}: " if worker.job else ""
-    return f"{where}{what}. The same command goes on from the complete shards"
+            how += ", as a machine that runs out of memory does; try fewer --workers"
+    return f"a worker {how}. The complete shards stay; rerun the same command to resume"
 
 
 # --------------------------------------------------------------------------------------------------------------- report
@@ -641,46 +530,36 @@ def report(args: Args, split: str) -> None:
     print(f"  hash {dataset.hash}")
 
 
-def preview(data_dir: Path, env: str, split: str, columns: int = 10, height: int = 256) -> Path:
+def preview(data_dir: Path, env: str, split: str, columns: int = 10) -> Path:
     """Write `<env>/<split>.png`, a contact sheet of the split's first episode from its first frame to its last.
 
     One row of frames for each render, and one with the mask's outline in it.
     """
-    import imageio.v3 as iio
-
+    from common import pictures
     from common.dataset import Dataset
 
-    rows = []
+    rows = {}
     for render in read_shard(shard_paths(data_dir / env / split)[0]).plan["renders"]:
         dataset = Dataset(data_dir, env, split, render)
-        size, scale = dataset.image_size, max(1, height // dataset.image_size)
         first, end = dataset.episode_start[:2]
         index = np.linspace(first, end - 1, min(columns, end - first)).round().astype(np.int64)
-        frames = dataset.frames(index).repeat(scale, 1).repeat(scale, 2)
-        masks = np.unpackbits(dataset.masks(index), axis=-1).reshape(len(index), size, size).astype(bool)
-        masks = np.pad(masks.repeat(scale, 1).repeat(scale, 2), ((0, 0), (1, 1), (1, 1)))
-        inner = masks[:, 1:-1, :-2] & masks[:, 1:-1, 2:] & masks[:, :-2, 1:-1] & masks[:, 2:, 1:-1]
-        outlined = frames.copy()
-        outlined[masks[:, 1:-1, 1:-1] & ~inner] = (255, 0, 255)
-        rows += [frames, outlined]
-    sheet = np.pad(np.stack(rows), ((0, 0), (0, 0), (2, 2), (2, 2), (0, 0)), constant_values=255)
-    tall, wide = sheet.shape[2:4]
-    picture = sheet.transpose(0, 2, 1, 3, 4).reshape(len(rows) * tall, sheet.shape[1] * wide, 3)
-    path = data_dir / env / f"{split}.png"
-    with atomic_path(path) as temporary:
-        iio.imwrite(temporary, picture)
-    return path
+        frames, size = dataset.frames(index), dataset.image_size
+        masks = np.unpackbits(dataset.masks(index), axis=-1).reshape(len(index), size, size)
+        rows[render] = frames
+        rows[f"{render}, mask"] = pictures.outline(frames, masks, zoom=max(1, round(192 / size)))
+    return pictures.rows(data_dir / env / f"{split}.png", rows, title=f"{env}, {split}: first episode")
 
 
 def verify(args: Args, split: str) -> None:
+    """Reads a split again and compares it with its hashes."""
     from common.dataset import Dataset
 
-    paths = shard_paths(args.data_dir / args.env / split)
+    folder = args.data_dir / args.env / split
     render = "distractor"
-    if paths:
+    for path in shard_paths(folder)[:1]:
         try:
-            render = read_shard(paths[0]).plan["renders"][-1]
-        except DamagedShard:
+            render = read_shard(path).plan["renders"][-1]
+        except store.Damaged:
             pass  # opening the dataset says so, with the command that repairs it
     dataset = Dataset(args.data_dir, args.env, split, render)
     progress = Progress(f"verify {args.env}/{split}", dataset.num_frames, "frames")
@@ -707,7 +586,7 @@ def prepare(args: Args) -> dict[str, Split]:
 def make(args: Args, splits: dict[str, Split]) -> None:
     made, seconds = 0, 0.0
     if not all(part.complete() for part in splits.values()):
-        made, seconds = make_shards(args, splits, args.env)
+        made, seconds = make_shards(args, splits)
     for split, part in splits.items():
         part.trim()
         report(args, split)
@@ -729,7 +608,8 @@ def main(args: Args, argv: list[str] | None = None) -> None:
     for one in tasks:
         check_args(one)
     prepared = [prepare(one) for one in tasks]  # everything is checked before the first shard is made
-    if needed := sum(part.missing_bytes() for splits in prepared for part in splits.values()):
+    parts = [part for splits in prepared for part in splits.values()]
+    if needed := sum(part.missing_frames() * frame_bytes(part.plan) for part in parts):
         check_disk(args.data_dir, needed)
     for one, splits in zip(tasks, prepared):
         make(one, splits)

@@ -1,12 +1,14 @@
 """Datasets of rollouts as training sees them: a split through one render, and batches of windows from it.
 
-`common/shards.py` has the format of the files.
+`common/shards.py` has the content of the files.
 """
+
+from __future__ import annotations
 
 import hashlib
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -15,21 +17,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from common.errors import UserError
-from common.shards import (
-    DERIVED,
-    DamagedShard,
-    Shard,
-    missing_shards,
-    plan_differences,
-    read_mask_file,
-    read_shard,
-    shard_paths,
-    sidecar_command,
-    sidecar_path,
-    verify_shard,
-    verify_sidecar,
-)
+from common import store
+from common.cli import UserError
+from common.shards import DERIVED, Shard, derived_path, missing_shards, read_derived, read_shard, shard_paths
+from common.store import Damaged
 
 TRAINING_BYTES = 24 * 2**30  # what training takes at most beside the data: the peak that the paper reports
 NOISE_DIM = 8  # random numbers per sample of a batch
@@ -42,6 +33,8 @@ class Dataset:
     Every check but the hashes of the frames runs on opening; `verify` does those. Frames are counted through all shards
     in order, so a global index names one frame. Raises UserError with the command that makes or repairs what is not
     as it should be.
+
+    mask_source: gt for the simulator's masks, or the name of the mask files beside the shards.
     """
 
     def __init__(
@@ -50,7 +43,7 @@ class Dataset:
         env: str,
         split: str,
         render: str = "distractor",
-        mask_source: str | None = "gt",
+        mask_source: str = "gt",
     ):
         self.env, self.split, self.render, self.mask_source = env, split, render, mask_source
         self.data_dir, self.folder = Path(data_dir), Path(data_dir) / env / split
@@ -71,70 +64,70 @@ class Dataset:
         self.num_episodes = len(self.episode_start) - 1
         self.num_transitions = self.num_frames - self.num_episodes
         self.hash = hashlib.sha256("".join(shard.content_hash for shard in self.shards).encode()).hexdigest()
-        self.expert = {"name": plan["expert"], "sha256": plan["expert_sha256"]}
-        self.action = np.concatenate([shard.array("action") for shard in self.shards])  # float32 (T, A), unclipped
+        self.action = self._whole("action")  # float32 (T, A), unclipped
         self._check_actions()
-        self._frames = [shard.array(f"{render}/observation") for shard in self.shards]
-        self.mask_hash = "gt"  # of the mask files, if they are not the shards' own
-        self._masks = None if mask_source is None else self._open_masks(mask_source)
-        self._extra: dict[str, list[np.ndarray]] = {}
-        self._offsets: dict[str, np.ndarray | None] = {}
-        self.carried: str | None = None  # what of it windows of transitions carry instead of frames
-        self.extra_hash: dict[str, str] = {}
-        self.extra_settings: dict[str, dict[str, Any]] = {}
+        # What batches may carry: name -> an array (T, ...) per shard.
+        self._rows = {"frames": [shard.arrays[f"{render}/observation"] for shard in self.shards]}
+        self.attached: dict[str, dict[str, Any]] = {}  # of further ones: how they came about, and their hash
         self._resident: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self.mask_hash = "gt"  # of the mask files, if they are not the shards' own
+        if mask_source == "gt":
+            self._rows["masks"] = [shard.arrays[f"{render}/mask"] for shard in self.shards]
+        else:
+            self._open_masks(mask_source)
 
     # --- opening and checking
+
+    def _command(self, files: Iterable[Path], default: str) -> str:
+        """The command that makes some files, as the first readable one remembers it, with this data folder."""
+        command = default
+        for path in files:
+            try:
+                command = store.read(path).about["command"] or default
+                break
+            except (UserError, KeyError):
+                continue
+        if self.data_dir != Path("data"):
+            command += f" --data-dir {shlex.quote(str(self.data_dir))}"
+        return command
 
     @property
     def command(self) -> str:
         """The command that makes this split, as its shards or the other split's remember it."""
-        remembered = ""
-        for path in shard_paths(self.folder) + sorted(self.folder.parent.glob("*/00000.h5")):
-            try:
-                remembered = read_shard(path).command
-            except UserError:
-                continue
-            break
-        command = remembered or f"python make_dataset.py --env {self.env}"
-        if self.data_dir != Path("data"):
-            command += f" --data-dir {shlex.quote(str(self.data_dir))}"
-        return command
+        files = [*shard_paths(self.folder), *sorted(self.folder.parent.glob("*/00000.h5"))]
+        return self._command(files, f"python make_dataset.py --env {self.env}")
+
+    def _mask_command(self, source: str) -> str:
+        """The command that makes masks of that name, as one of the split's mask files remembers it."""
+        default = f"python make_masks.py --env {self.env}"
+        default += "" if source == "sam" else f" --import DIR --name {source}"
+        return self._command([derived_path(path, source) for path in shard_paths(self.folder)], default)
 
     def _open_shards(self) -> list[Shard]:
         paths = shard_paths(self.folder)
         if not paths:
             raise UserError(f"{self.folder}: no dataset here; make it with: {self.command}")
-        self.shards: list[Shard] = []
-        damage: DamagedShard | None = None
-        for path in paths:
-            try:
-                self.shards.append(read_shard(path))
-            except DamagedShard as error:
-                damage = damage or error
-        if damage is not None:
-            raise UserError(f"{damage}; make it again with: {self.command}") from damage
-        first = self.shards[0]
-        for shard in self.shards:
+        try:
+            shards = [read_shard(path) for path in paths]
+        except Damaged as error:
+            raise UserError(f"{error}; make it again with: {self.command}") from error
+        first = shards[0]
+        for shard in shards:
             if (shard.plan["env"], shard.plan["split"]) != (self.env, self.split):
                 raise UserError(
                     f"{shard.path}: holds {shard.plan['env']}/{shard.plan['split']}, not {self.env}/{self.split}; move "
                     f"it away and run: {self.command}"
                 )
-            if shard.number != int(shard.path.stem):
-                raise UserError(
-                    f"{shard.path}: this is shard {shard.number} under another name; remove it and run: {self.command}"
-                )
             if shard.plan != first.plan:
-                fields = ", ".join(plan_differences(first.plan, shard.plan))
+                fields = ", ".join(store.differences(first.plan, shard.plan))
                 raise UserError(
                     f"{shard.path}: made with other settings than {first.path.name} ({fields}); remove the folder "
                     f"{self.folder} or the odd shards and run: {self.command}"
                 )
-        missing = missing_shards(self.shards)
+        missing = missing_shards(shards)
         if missing:
             raise UserError(f"{self.folder}: incomplete, {missing}; finish it with: {self.command}")
-        return self.shards
+        return shards
 
     def _check_actions(self) -> None:
         """Actions are finite, except NaN at the last frame of every episode."""
@@ -150,68 +143,61 @@ class Dataset:
                 f"rm {shlex.quote(str(shard.path))} && {self.command}"
             )
 
-    def _mask_command(self, source: str) -> str:
-        """The command that makes masks of that name, as one of the split's mask files remembers it."""
-        command = sidecar_command([sidecar_path(shard.path, source) for shard in self.shards])
-        if not command:
-            command = f"python make_masks.py --env {self.env}"
-            command += "" if source == "sam" else f" --import DIR --name {source}"
-        if self.data_dir != Path("data"):
-            command += f" --data-dir {shlex.quote(str(self.data_dir))}"
-        return command
-
-    def _open_masks(self, source: str) -> list[np.ndarray]:
-        if source == "gt":
-            return [shard.array(f"{self.render}/mask") for shard in self.shards]
-        files = [sidecar_path(shard.path, source) for shard in self.shards]
+    def _open_masks(self, source: str) -> None:
+        files = [derived_path(shard.path, source) for shard in self.shards]
         absent = [path for path in files if not path.exists()]
         if len(absent) == len(files):
-            present = {path.name.split(".")[1] for path in self.folder.glob("*.*.h5")} - set(DERIVED)
+            present = {path.name.split(".")[1] for path in self.folder.glob("[0-9]*.*.h5")} - set(DERIVED)
             raise UserError(
                 f"{absent[0]}: no masks named '{source}'; there are: {', '.join(['gt', *sorted(present)])}. "
                 f"Make them with: {self._mask_command(source)}"
             )
-        masks, digest, command = [], hashlib.sha256(), self._mask_command(source)
-        for shard, path in zip(self.shards, files):
-            if path in absent:
-                continue
-            try:
-                found = read_mask_file(path, shard)
-            except DamagedShard as error:
-                raise UserError(f"{error}; repair with: rm {shlex.quote(str(path))} && {command}") from error
-            if self.render not in found.renders:
-                raise UserError(f"{path}: holds no {self.render}/mask; add it with: {command} --render {self.render}")
-            digest.update(found.mask_hash[self.render].encode())
-            masks.append(found.masks[self.render])
         if absent:
             raise UserError(
                 f"{absent[0]}: masks '{source}' are missing for {len(absent)} of {len(files)} shards; finish them "
-                f"with: {command}"
+                f"with: {self._mask_command(source)}"
             )
-        self.mask_hash = digest.hexdigest()
-        return masks
+        name, bytes_per_mask = f"{self.render}/mask", self.image_size**2 // 8
+        parts, hashes = [], []
+        for shard in self.shards:
+            try:
+                stored = read_derived(shard, source)
+                masks = stored.arrays.get(name)
+                if masks is not None and masks.shape != (shard.frames, bytes_per_mask):
+                    raise Damaged(f"{stored.path}: {name} is {masks.shape}, expected {(shard.frames, bytes_per_mask)}")
+            except Damaged as error:
+                repair = f"rm {shlex.quote(str(derived_path(shard.path, source)))} && {self._mask_command(source)}"
+                raise UserError(f"{error}; repair with: {repair}") from error
+            if masks is None:
+                command = f"{self._mask_command(source)} --render {self.render}"
+                raise UserError(f"{stored.path}: holds no {name}; add it with: {command}")
+            parts.append(masks)
+            hashes.append(stored.array_hash(name))
+        self.mask_hash = hashlib.sha256("".join(hashes).encode()).hexdigest()
+        self._rows["masks"] = parts
 
     def verify(self, progress: Callable[[int], None] = lambda frames: None) -> None:
-        """Re-read and re-hash every episode of both renders, and what was derived from the shards (masks).
+        """Re-read and re-hash every episode of both renders, and what was derived from the shards (masks, flow).
 
         Raises UserError naming file and episode. `progress` is called after each shard with its number of frames.
         """
         for shard in self.shards:
+            path, command = shard.path, self.command
             try:
-                verify_shard(shard)
-            except DamagedShard as error:
-                raise UserError(f"{error}; repair with: rm {shlex.quote(str(shard.path))} && {self.command}") from error
-            for path in sorted(self.folder.glob(f"{shard.path.stem}.*.h5")):
-                try:
-                    verify_sidecar(path, shard)
-                except DamagedShard as error:
-                    repair, source = f"rm {shlex.quote(str(path))}", path.name.split(".")[1]
-                    if source not in DERIVED:  # which training makes again by itself
-                        repair += f" && {self._mask_command(source)}"
-                    raise UserError(f"{error}; repair with: {repair}") from error
+                store.verify(shard.stored)
+                for path in sorted(self.folder.glob(f"{shard.path.stem}.*.h5")):
+                    source = path.name.split(".")[1]
+                    command = "" if source in DERIVED else self._mask_command(source)  # training makes those again
+                    store.verify(read_derived(shard, source))
+            except Damaged as error:
+                repair = f"rm {shlex.quote(str(path))}" + (f" && {command}" if command else "")
+                raise UserError(f"{error}; repair with: {repair}") from error
             progress(shard.frames)
 
     # --- content
+
+    def _whole(self, name: str) -> np.ndarray:
+        return np.concatenate([shard.arrays[name] for shard in self.shards])
 
     @cached_property
     def transitions(self) -> np.ndarray:
@@ -228,12 +214,12 @@ class Dataset:
     @cached_property
     def state(self) -> np.ndarray:
         """float32 (num_frames, S)."""
-        return np.concatenate([shard.array("state") for shard in self.shards])
+        return self._whole("state")
 
     @cached_property
     def reward(self) -> np.ndarray:
         """float32 (num_frames,)."""
-        return np.concatenate([shard.array("reward") for shard in self.shards])
+        return self._whole("reward")
 
     @cached_property
     def episode_return(self) -> np.ndarray:
@@ -245,9 +231,7 @@ class Dataset:
         """bool (num_episodes,), or None where the suite knows no success."""
         if not self.plan["success"]:
             return None
-        return np.logical_or.reduceat(
-            np.concatenate([s.array("success") for s in self.shards]), self.episode_start[:-1]
-        )
+        return np.logical_or.reduceat(self._whole("success"), self.episode_start[:-1])
 
     @property
     def mean_return(self) -> float:
@@ -275,9 +259,7 @@ class Dataset:
             "render": self.render,
             "mask_source": self.mask_source,
             "mask_hash": self.mask_hash,
-            "extra": {
-                name: settings | {"hash": self.extra_hash[name]} for name, settings in self.extra_settings.items()
-            },
+            "extra": self.attached,
             "plan": self.plan,
         }
 
@@ -301,68 +283,38 @@ class Dataset:
 
     # --- gathering
 
-    def frames(self, index: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    def frames(self, index: np.ndarray) -> np.ndarray:
         """Frames at global indices (...,): uint8 (..., H, W, 3). Fastest if the indices visit the shards in order."""
-        return self._gather(self._frames, index, out)
+        return self.rows("frames", index)
 
-    def masks(self, index: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    def masks(self, index: np.ndarray) -> np.ndarray:
         """Bit-packed masks at global indices (...,): uint8 (..., H*W/8)."""
-        if self._masks is None:
-            raise ValueError("this Dataset was opened with mask_source=None")
-        return self._gather(self._masks, index, out)
+        return self.rows("masks", index)
 
-    def attach(
-        self,
-        name: str,
-        parts: list[np.ndarray],
-        digest: str,
-        settings: dict[str, Any] | None = None,
-        offsets: tuple[int, ...] | None = None,
-    ) -> None:
-        """Add something computed per frame, which batches then may carry (`extra`): an array (T, ...) per shard.
+    def attach(self, name: str, parts: list[np.ndarray], digest: str, settings: dict[str, Any] | None = None) -> None:
+        """Add something computed per frame, which batches then may carry: an array (T, ...) per shard.
 
-        digest, settings: hash of the content and how it came about, for the result. offsets: a batch carries the rows
-        at t + offsets, (B, len(offsets), ...), what lies outside the episode replaced by its first or last frame's;
-        None: the row at t, (B, ...). Raises ValueError for arrays that do not fit the shards.
+        digest, settings: hash of the content and how it came about, for the result. Raises ValueError for arrays that
+        do not fit the shards.
         """
         kinds = {(part.dtype, part.shape[1:]) for part in parts}
         if len(kinds) != 1 or [len(part) for part in parts] != [shard.frames for shard in self.shards]:
             raise ValueError(f"{name}: needs one array per shard, a row per frame, all of one kind")
-        self._extra[name], self.extra_hash[name], self.extra_settings[name] = parts, digest, settings or {}
-        self._offsets[name] = None if offsets is None else np.array(offsets)
+        self._rows[name] = parts
+        self.attached[name] = (settings or {}) | {"hash": digest}
 
-    def extra(self, name: str, index: np.ndarray) -> np.ndarray:
-        """What was attached under a name, at global frame indices (...,): (..., *shape of a row)."""
-        dtype, item = self.extra_kind(name)
-        return self._gather(self._bytes(name), index, None).view(dtype).reshape(*np.shape(index), *item)
+    def row_kind(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        """The dtype and the shape of a row of frames, masks, or of what was attached under a name."""
+        part = self._rows[name][0]
+        return part.dtype, part.shape[1:]
 
-    def extra_index(self, name: str, t: np.ndarray) -> np.ndarray:
-        """Global indices of the rows that a batch at t carries, int64 (B,) or (B, len(offsets))."""
-        offsets = self._offsets[name]
-        if offsets is None:
-            return t
-        episode = np.searchsorted(self.episode_start, t, "right") - 1
-        first, last = self.episode_start[episode][:, None], self.episode_start[episode + 1][:, None] - 1
-        return np.clip(t[:, None] + offsets, first, last)
-
-    def extra_kind(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
-        """The dtype and the shape of a row of what was attached under a name."""
-        return self._extra[name][0].dtype, self._extra[name][0].shape[1:]
-
-    def _bytes(self, name: str) -> list[np.ndarray]:
-        return [part.reshape(len(part), -1).view(np.uint8) for part in self._extra[name]]
-
-    def _parts(self, kind: str) -> list[np.ndarray]:
-        """The arrays of "frames", "masks", or of something attached."""
-        if kind == "masks" and self._masks is None:
-            raise ValueError("this Dataset was opened with mask_source=None")
-        return self._frames if kind == "frames" else self._masks if kind == "masks" else self._bytes(kind)
-
-    def _gather(self, parts: list[np.ndarray], index: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+    def rows(self, name: str, index: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """Rows at global frame indices (...,): (..., *shape of a row). name: frames, masks, or something attached."""
         index = np.asarray(index, np.int64)
-        flat, item = index.reshape(-1), parts[0].shape[1:]
+        parts, (dtype, item) = self._rows[name], self.row_kind(name)
         if out is None:
-            out = np.empty((*index.shape, *item), np.uint8)
+            out = np.empty((*index.shape, *item), dtype)
+        flat = index.reshape(-1)
         if not len(flat):
             return out
         if flat.min() < 0 or flat.max() >= self.num_frames:
@@ -383,35 +335,37 @@ class Dataset:
                 rows[order[start:stop]] = parts[number][local]
         return out
 
-    def resident(self, kind: str, device: torch.device) -> torch.Tensor:
-        """Every row of a kind as one uint8 tensor on `device`, uploaded once.
-
-        kind: "frames" (T, H, W, 3), "masks" (T, H*W/8), or the name of something attached (T, bytes).
-        """
-        if (kind, device) not in self._resident:
-            parts = self._parts(kind)
-            whole = torch.empty((self.num_frames, *parts[0].shape[1:]), dtype=torch.uint8, device=device)
-            for part, first in zip(parts, self._frame_start):
+    def resident(self, name: str, device: torch.device) -> torch.Tensor:
+        """All rows of a name as one tensor on `device`, uploaded once: uint8 (T, bytes of a row)."""
+        if (name, device) not in self._resident:
+            dtype, item = self.row_kind(name)
+            row_bytes = dtype.itemsize * int(np.prod(item))
+            whole = torch.empty((self.num_frames, row_bytes), dtype=torch.uint8, device=device)
+            for part, first in zip(self._rows[name], self._frame_start):
                 for start in range(0, len(part), MAP_CHUNK):
-                    chunk = torch.from_numpy(part[start : start + MAP_CHUNK].copy())
+                    rows = np.array(part[start : start + MAP_CHUNK])
+                    chunk = torch.from_numpy(rows.reshape(len(rows), -1).view(np.uint8))
                     whole[first + start : first + start + len(chunk)].copy_(chunk)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # other streams read it from now on
-            self._resident[kind, device] = whole
-        return self._resident[kind, device]
+            self._resident[name, device] = whole
+        return self._resident[name, device]
+
+    def is_resident(self, fields: tuple[str, ...], device: torch.device) -> bool:
+        return all((name, device) in self._resident for name in fields)
 
     def release(self) -> None:
         """Free what `resident` put on a device."""
         self._resident.clear()
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # `_fits` asks the driver
+            torch.cuda.empty_cache()  # `fits` asks the driver
 
-    def _fits(self, device: torch.device, kinds: list[str]) -> bool:
-        """True if the kinds are on the GPU already or leave enough of its free memory for training."""
+    def fits(self, device: torch.device, fields: tuple[str, ...]) -> bool:
+        """True if these are on the GPU already or leave enough of its free memory for training."""
         if device.type != "cuda":
             return False
-        absent = [kind for kind in kinds if (kind, device) not in self._resident]
-        needed = sum(part.nbytes for kind in absent for part in self._parts(kind))
+        absent = [name for name in fields if (name, device) not in self._resident]
+        needed = sum(part.nbytes for name in absent for part in self._rows[name])
         free = torch.cuda.mem_get_info(device)[0]
         return needed <= max(free / 4, free - TRAINING_BYTES)
 
@@ -442,17 +396,24 @@ def window_index(
 
 
 class Batch(NamedTuple):
-    """Windows: frames[:, :3] is the current stack, frames[:, 3] the next frame, frames[:, -3:] the future stack."""
+    """Windows: frames[:, :3] is the current stack, frames[:, 3] the next frame, frames[:, -3:] the future stack.
 
-    frames: torch.Tensor  # uint8 (B, F, H, W, 3); None if the sampler was told to leave them out
+    What a batch holds of frames, masks and `extra` is chosen by the sampler's `fields`; the others are None.
+    """
+
+    frames: torch.Tensor | None  # uint8 (B, F, H, W, 3)
     masks: torch.Tensor | None  # uint8 (B, F, H*W/8), bit-packed
     action: torch.Tensor  # float32 (B, A), clipped to [-1, 1]; NaN at the last frame of an episode
     index: torch.Tensor  # int64 (B,), global frame index t
     noise: torch.Tensor  # float32 (B, NOISE_DIM), uniform in [0, 1), for what a method draws per sample
-    extra: torch.Tensor | None = None  # of what was attached to the dataset, see Dataset.attach
+    extra: torch.Tensor | None  # the row at t of what was attached to the dataset, see Dataset.attach
 
     def tensors(self) -> list[torch.Tensor]:
         return [tensor for tensor in self if tensor is not None]
+
+
+def _torch_dtype(dtype: np.dtype) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 class _Buffers:
@@ -465,11 +426,13 @@ class _Buffers:
         self._arrays: list[np.ndarray] = []
         self._keep = keep
 
-    def take(self, shape: tuple[int, ...]) -> np.ndarray:
+    def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         for i in range(len(self._arrays)):  # by index: a loop variable would be one more reference
-            if self._arrays[i].shape == shape and sys.getrefcount(self._arrays[i]) <= 2:  # the list and the argument
+            fits = (self._arrays[i].shape, self._arrays[i].dtype) == (shape, dtype)
+            if fits and sys.getrefcount(self._arrays[i]) <= 2:  # the list and the argument
                 return self._arrays[i]
-        aligned = torch.empty(shape, dtype=torch.uint8).numpy()  # numpy's own is not, which makes copies 4 times slower
+        # torch's memory is aligned; numpy's is not, which makes copies 4 times slower
+        aligned = torch.empty(shape, dtype=_torch_dtype(dtype)).numpy()
         self._arrays = [aligned, *self._arrays][: self._keep]
         return self._arrays[0]
 
@@ -479,12 +442,10 @@ def _load(
     t: np.ndarray,
     window: np.ndarray,
     device: torch.device,
-    masks: bool,
+    fields: tuple[str, ...],
     on_device: bool,
     noise_seed: list[int],
     buffers: _Buffers,
-    extra: str | None = None,
-    frames: bool = True,
 ) -> Batch:
     """Gather windows (B, F). On CUDA the copies are queued on the current stream and do not block."""
     pin = device.type == "cuda"  # the host allocator keeps a pinned block alive until its copy is done
@@ -493,31 +454,28 @@ def _load(
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(device, non_blocking=True) if pin else tensor
 
-    def gather(kind: str, index: np.ndarray, item: tuple[int, ...]) -> torch.Tensor:
+    def gather(name: str, index: np.ndarray) -> torch.Tensor:
+        dtype, item = dataset.row_kind(name)
         shape = (*index.shape, *item)
         if on_device:  # as int64, an eighth of the elements to index; rows are multiples of 8 bytes
-            rows = dataset.resident(kind, device).flatten(1).view(torch.int64)
-            at = where if index is window else send(index)
-            return rows[at].view(torch.uint8).view(shape)
-        host = torch.empty(shape, dtype=torch.uint8, pin_memory=True) if pin else torch.from_numpy(buffers.take(shape))
-        dataset._gather(dataset._parts(kind), index, host.numpy())
-        return host.to(device, non_blocking=True) if pin else host
+            rows = dataset.resident(name, device).view(torch.int64)
+            return rows[sent_window if index is window else send(index)].view(_torch_dtype(dtype)).view(shape)
+        if pin:
+            host = torch.empty(shape, dtype=_torch_dtype(dtype), pin_memory=True)
+        else:
+            host = torch.from_numpy(buffers.take(shape, dtype))
+        dataset.rows(name, index, host.numpy())
+        return host.to(device, non_blocking=True)
 
-    def gather_extra(name: str) -> torch.Tensor:
-        kind, item = dataset.extra_kind(name)
-        index = dataset.extra_index(name, t)
-        rows = gather(name, index, (int(np.prod(item)) * kind.itemsize,))
-        return rows.view(torch.from_numpy(np.empty(0, kind)).dtype).view(*index.shape, *item)
-
-    size = dataset.image_size
-    where = send(window) if on_device else None
+    sent_window = send(window) if on_device else None
+    extra = [name for name in fields if name not in ("frames", "masks")]
     return Batch(
-        frames=gather("frames", window, (size, size, 3)) if frames else None,
-        masks=gather("masks", window, (size * size // 8,)) if masks else None,
+        frames=gather("frames", window) if "frames" in fields else None,
+        masks=gather("masks", window) if "masks" in fields else None,
         action=send(np.clip(dataset.action[t], -1, 1)),
         index=send(t),
         noise=send(np.random.default_rng(np.random.SeedSequence(noise_seed)).random((len(t), NOISE_DIM), np.float32)),
-        extra=gather_extra(extra) if extra else None,
+        extra=gather(extra[0], t) if extra else None,
     )
 
 
@@ -561,8 +519,7 @@ class Sampler:
     The order of an epoch and the offsets k of a batch come from (seed, epoch, batch) alone, so `start=position`
     continues exactly. A batch is sorted by frame. k is uniform in {1..min(max_offset, frames left)}.
 
-    extra: what attached to the dataset the batches carry. frames: False leaves them out. Windows of transitions
-    (max_offset above 0) carry `dataset.carried` instead of frames, if it is set and `extra` is not.
+    fields: what batches hold: frames, masks, and at most one name of what was attached to the dataset.
     on_device: keep the whole set on the device ("auto": on a GPU, if enough memory is left for training); otherwise a
     thread gathers one batch ahead from memory-mapped shards. Raises UserError if the set is smaller than a batch.
     """
@@ -575,17 +532,13 @@ class Sampler:
         max_offset: int,
         seed: int,
         device: torch.device,
-        masks: bool = False,
-        extra: str | None = None,
-        frames: bool = True,
+        fields: tuple[str, ...] = ("frames",),
         start: int = 0,
         indices: np.ndarray | None = None,
         on_device: Literal["auto"] | bool = "auto",
     ):
         self.dataset, self.batch_size, self.max_offset, self.seed = dataset, batch_size, max_offset, seed
-        if extra is None and max_offset and dataset.carried:
-            extra, frames = dataset.carried, False
-        self.device, self.masks, self.frames, self.extra = torch.device(device), masks, frames, extra
+        self.device, self.fields = torch.device(device), fields
         self.indices = _check_indices(dataset, indices, max_offset)
         self.batches_per_epoch = len(self.indices) // batch_size
         if not self.batches_per_epoch:
@@ -593,11 +546,10 @@ class Sampler:
                 f"{dataset.folder}: {len(self.indices):,} transitions are fewer than one batch of {batch_size:,}; "
                 "lower the batch size, or make a larger dataset"
             )
-        kinds = ["frames"] * frames + ["masks"] * masks + [extra] * bool(extra)
-        self.on_device = dataset._fits(self.device, kinds) if on_device == "auto" else on_device
+        self.on_device = dataset.fits(self.device, fields) if on_device == "auto" else on_device
         if self.on_device:  # upload here, not in the thread, whose stream would own the memory
-            for kind in kinds:
-                dataset.resident(kind, self.device)
+            for name in fields:
+                dataset.resident(name, self.device)
         self._buffers = _Buffers()
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
         self._prefetch: _Prefetch = _Prefetch(self._load, start, None, self.device)
@@ -645,9 +597,8 @@ class Sampler:
         t, k = self.draw(position)
         window = window_index(self.dataset, t, k, max_offset=self.max_offset)
         epoch, batch = divmod(position, self.batches_per_epoch)
-        noise = [self.seed, epoch, 2, batch]
-        options = self.masks, self.on_device, noise, self._buffers, self.extra, self.frames
-        return _load(self.dataset, t, window, self.device, *options)
+        noise_seed = [self.seed, epoch, 2, batch]
+        return _load(self.dataset, t, window, self.device, self.fields, self.on_device, noise_seed, self._buffers)
 
 
 class LabelledBatch(NamedTuple):
@@ -737,37 +688,30 @@ def sequential(
     *,
     max_offset: Literal[0, 1],
     device: torch.device,
-    masks: bool = False,
-    extra: str | None = None,
+    fields: tuple[str, ...] = ("frames",),
     indices: np.ndarray | None = None,
-    start: int = 0,
 ) -> Iterator[Batch]:
-    """Batches in the order of `indices` (default: all transitions), the last one smaller, from batch `start` on.
+    """Batches in the order of `indices` (default: all transitions), the last one smaller.
 
-    Windows of transitions carry `dataset.carried` instead of frames, if it is set, as with a Sampler.
     Reads from the device if a Sampler put the set there, else from the memory-mapped shards, one batch ahead.
     """
     if max_offset not in (0, 1):
         raise ValueError("max_offset must be 0 or 1")
-    device, frames = torch.device(device), True
-    if extra is None and max_offset and dataset.carried:
-        extra, frames = dataset.carried, False
+    device, buffers = torch.device(device), _Buffers()
     indices = _check_indices(dataset, indices, max_offset)
-    kinds = ["frames"] * frames + ["masks"] * masks + [extra] * bool(extra)
-    on_device = all((kind, device) in dataset._resident for kind in kinds)
+    on_device = dataset.is_resident(fields, device)
 
     def load(position: int) -> Batch:
         t = indices[position * batch_size : (position + 1) * batch_size]
         window = window_index(dataset, t, max_offset=max_offset)
-        return _load(dataset, t, window, device, masks, on_device, [position], buffers, extra, frames)
+        return _load(dataset, t, window, device, fields, on_device, [position], buffers)
 
-    buffers = _Buffers()
-    stop = -(-len(indices) // batch_size)
-    if start >= stop:
+    batches = -(-len(indices) // batch_size)
+    if not batches:
         return
-    prefetch: _Prefetch = _Prefetch(load, start, stop, device)
+    prefetch: _Prefetch = _Prefetch(load, 0, batches, device)
     try:
-        for _ in range(start, stop):
+        for _ in range(batches):
             yield prefetch.next()
     finally:
         prefetch.close()

@@ -1,5 +1,3 @@
-"""The one exception that scripts show to a user as a plain message."""
+"""Kept until every import names common.cli."""
 
-
-class UserError(Exception):
-    """Something the user can mend. The message names the file, if there is one, and the command that helps."""
+from common.cli import UserError  # noqa: F401

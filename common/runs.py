@@ -16,124 +16,17 @@ import os
 import platform
 import resource
 import shutil
-import signal
 import subprocess
 import sys
-import time
 import uuid
 import zipfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
+from common.cli import Progress, Stopped, UserError, cli, stop_requested  # noqa: F401
+from common.store import atomic_path, write_json
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Command line and signals
-
-
-class Stopped(Exception):
-    """A signal asked for the end; what was done is saved and the same command goes on."""
-
-
-_stop_signal: int | None = None
-
-
-def install_signal_handlers() -> None:
-    """SIGINT and SIGTERM set a flag that long loops read through `stop_requested`; a second SIGINT ends at once."""
-
-    def handler(number: int, _frame: Any) -> None:
-        global _stop_signal
-        if _stop_signal is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        _stop_signal = number
-
-    signal.signal(signal.SIGINT, handler)
-    signal.signal(signal.SIGTERM, handler)
-
-
-def stop_requested() -> bool:
-    """True once SIGINT or SIGTERM has arrived."""
-    return _stop_signal is not None
-
-
-def cli(main: Callable[[Any], None], default: Any) -> None:
-    """Parses the command line into the dataclass of `default` and calls `main(args)`.
-
-    `default` is an instance, or a function from argv to an instance (defaults that depend on ``--env``).
-    A `UserError` and a full disk end in one line on stderr and exit code 1, a signal in exit code 128 + its number.
-    """
-    import tyro
-
-    install_signal_handlers()
-    name = Path(sys.argv[0]).name
-    try:
-        if callable(default):
-            default = default(sys.argv[1:])
-        args = tyro.cli(type(default), default=default, description=sys.modules["__main__"].__doc__)
-        main(args)
-    except UserError as error:
-        print(f"{name}: error: {error}", file=sys.stderr)
-        sys.exit(1)
-    except Stopped as stopped:
-        print(f"{name}: stopped: {stopped}", file=sys.stderr)
-        sys.exit(128 + (_stop_signal or signal.SIGINT))
-    except KeyboardInterrupt:
-        print(f"{name}: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
-    except BrokenPipeError:  # whoever read the output has had enough: | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        where = f" while writing {error.filename}" if error.filename else ""
-        print(f"{name}: error: the disk is full{where}; free some space and repeat the command", file=sys.stderr)
-        sys.exit(1)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Files
-
-
-def fsync_folder(folder: Path) -> None:
-    """Makes a rename inside `folder` survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
-    """Yields a temporary path in the same folder: renamed to `path` when the block ends well, else removed."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # The suffix stays, since libraries choose a format by it.
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.part{path.suffix}")
-    try:
-        yield temporary
-        publish(temporary, path)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None and error.errno is not None:
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise
-
-
-def publish(temporary: Path, path: Path) -> None:
-    """Gives a finished temporary file its final name, durably."""
-    with open(temporary, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    fsync_folder(path.parent)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes `value` as JSON, completely or not at all."""
-    with atomic_path(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=1, default=str) + "\n")
+ROOT = Path(__file__).parents[1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -195,50 +88,6 @@ def peak_memory_gib(device: Any) -> float:
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Progress
-
-
-class Progress:
-    """A progress bar with rate, ETA and the newest numbers; plain lines where the output is no terminal.
-
-    Args:
-        name: what is counted, shown first.
-        total: the number of `unit`s at the end.
-        done: how many were done before (a resumed stage); they do not count for the rate.
-        every: seconds between two plain lines.
-    """
-
-    def __init__(self, name: str, total: int, unit: str, done: int = 0, every: float = 20.0) -> None:
-        from tqdm import tqdm
-
-        self.name, self.total, self.unit, self.done, self.first, self.every = name, total, unit, done, done, every
-        self.start = self.last = time.monotonic()
-        self.note = ""
-        self.bar = tqdm(desc=name, total=total, initial=done, unit=unit) if sys.stderr.isatty() else None
-
-    def update(self, count: int, note: str | None = None) -> None:
-        """Counts `count` more units; `note` replaces the numbers shown."""
-        self.done += count
-        if note is not None:
-            self.note = note
-            if self.bar is not None:
-                self.bar.set_postfix_str(note, refresh=False)
-        if self.bar is not None:
-            self.bar.update(count)
-        elif time.monotonic() - self.last >= self.every or (self.done >= self.total and count):
-            self.last = time.monotonic()
-            rate = (self.done - self.first) / max(self.last - self.start, 1e-9)
-            eta = (self.total - self.done) / rate if rate > 0 else float("inf")
-            line = f"{self.name}: {self.done}/{self.total} {self.unit}, {rate:.1f} {self.unit}/s, ETA {eta:.0f} s"
-            print(line + (f", {self.note}" if self.note else ""), flush=True)
-
-    def close(self) -> None:
-        """Leaves the bar as it is and gives the line free."""
-        if self.bar is not None:
-            self.bar.close()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,111 @@
+"""What every script does around its work: the command line, one-line errors, signals, and progress."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class UserError(Exception):
+    """Something the user can mend. The message names the file, if there is one, and the command that helps."""
+
+
+class Stopped(Exception):
+    """A signal asked for the end; what is finished is saved, and rerunning the same command resumes."""
+
+
+_stop_signal: int | None = None
+
+
+def install_signal_handlers() -> None:
+    """SIGINT and SIGTERM set a flag that long loops read through `stop_requested`; a second SIGINT ends at once."""
+
+    def handler(number: int, _frame: Any) -> None:
+        global _stop_signal
+        if _stop_signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        _stop_signal = number
+
+    signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGTERM, handler)
+
+
+def stop_requested() -> bool:
+    """True once SIGINT or SIGTERM has arrived."""
+    return _stop_signal is not None
+
+
+def cli(main: Callable[[Any], None], default: Any) -> None:
+    """Parses the command line into the dataclass of `default` and calls `main(args)`.
+
+    `default` is an instance, or a function from argv to an instance (defaults that depend on ``--env``).
+    A `UserError` and a full disk end in one line on stderr and exit code 1, a signal in exit code 128 + its number.
+    """
+    import tyro
+
+    install_signal_handlers()
+    # A data set at the paper's scale is a thousand memory-mapped files, each with a descriptor; the default is 1024.
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    name = Path(sys.argv[0]).name
+    try:
+        if callable(default):
+            default = default(sys.argv[1:])
+        args = tyro.cli(type(default), default=default, description=sys.modules["__main__"].__doc__)
+        main(args)
+    except UserError as error:
+        print(f"{name}: error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except Stopped as stopped:
+        print(f"{name}: stopped: {stopped}; rerun the same command to resume", file=sys.stderr)
+        sys.exit(128 + (_stop_signal or signal.SIGINT))
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted; rerun the same command to resume from what was saved last", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:  # whoever read the output has had enough: | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+    except OSError as error:
+        if error.errno not in FULL_DISK:
+            raise
+        where = f" while writing {error.filename}" if error.filename else ""
+        print(
+            f"{name}: error: the disk is full (or a quota is){where}; make room and rerun the same command to resume",
+            file=sys.stderr,
+        )
+        sys.exit(1)
+
+
+class Progress(tqdm):
+    """A progress bar with rate and ETA; where the output is no terminal, a line every 20 seconds.
+
+    Args:
+        name: what is counted, shown first.
+        total: the number of `unit`s at the end.
+        done: how many were done before (a resumed stage); they do not count for the rate.
+    """
+
+    def __init__(self, name: str, total: int, unit: str, done: int = 0) -> None:
+        terminal = sys.stderr.isatty()
+        seconds = 0.1 if terminal else 20.0
+        lines = "{desc}: {n_fmt}/{total_fmt}{unit}, {rate_fmt}, ETA {remaining}{postfix}\n"
+        super().__init__(
+            desc=name, total=total, unit=f" {unit}", initial=done, mininterval=seconds, maxinterval=seconds,
+            bar_format=None if terminal else lines,
+        )  # fmt: skip
+
+    def update(self, count: int = 1, note: str | None = None) -> None:
+        """Counts `count` more units; `note` replaces the numbers shown beside the rate."""
+        if note is not None:
+            self.set_postfix_str(note, refresh=False)
+        super().update(count)
