@@ -12,12 +12,12 @@ The paper's NMSE on cheetah-run: 0.15 clean, 0.38 under distractors; 6.4 hours f
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,11 +27,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import evaluation, pictures, runs
-from common.cache import cached, remove_cached
-from common.dataset import Batch, Dataset, Sampler, TensorSampler, normalise, sequential, unpack_masks, updates_for
-from common.errors import UserError
+from common.cli import Count, NotNegative, Positive, Seed, Stopped, cli, env_and_quick, stop_requested
+from common.dataset import Batch, Dataset, Sampler, TensorSampler, normalise, updates_for
+from common.masks import unpack_masks
 from common.tasks import get_task
+from common.training import Meter, load_training_state, training_state
 
+# isort: split
 # --- method: imports ---
 # --- end method ---
 
@@ -40,90 +42,92 @@ from common.tasks import get_task
 class Args:
     env: str = "cheetah-run"
     """task to train on; common/tasks.py lists all fourteen"""
-    seed: int = 1
+    seed: Seed = 1
     """seed of the initial weights, the order of the data and the choice of labels"""
     quick: bool = False
     """small networks and a short schedule for a CPU with two cores; the code path stays the same"""
     distractors: bool = True
     """train and evaluate on the distractor render; --no-distractors takes the clean one"""
+    num_labels: tuple[Count, ...] = (128_000,)
+    """labelled transitions, drawn by whole episodes; several budgets train a decoder each"""
+    latent_dim: Count = 128
+    """dimension d_z of the latent action"""
+    policy_scale: Count = 4
+    """channel multiplier of the latent policy's encoder"""
+    batch_size: Count = 512
+    """transitions in one update, all stages"""
+    lam_epochs: Positive = 2
+    """latent action model: passes over the train split"""
+    lam_updates: Count | None = None
+    """latent action model: updates; None: from lam_epochs"""
+    lam_lr: Positive = 6e-4
+    """latent action model: peak learning rate"""
+    lam_clip: Positive | None = None
+    """latent action model: largest norm of the gradient; None: any"""
+    policy_epochs: Positive = 2
+    """latent policy: passes over the train split"""
+    policy_updates: Count | None = None
+    """latent policy: updates; None: from policy_epochs"""
+    policy_lr: Positive = 4e-4
+    """latent policy: peak learning rate"""
+    policy_clip: Positive | None = None
+    """latent policy: largest norm of the gradient; None: any"""
+    decoder_updates: Count = 25_000
+    """action decoder: updates"""
+    decoder_lr: Positive = 1e-3
+    """action decoder: peak learning rate"""
+    decoder_clip: Positive | None = 1.0
+    """action decoder: largest norm of the gradient; None: any"""
+    decoder_dim: Count = 256
+    """action decoder: hidden units of its two layers"""
+    probe_weight: NotNegative = 0.01
+    """weight of the linear action probe that only watches: it sees z detached"""
+    weight_decay: NotNegative = 0.01
+    """decoupled weight decay of AdamW"""
+    eval_episodes: Count = 100
+    """episodes of the decoded policy on held-out backgrounds"""
+    eval_steps: Count | None = None
+    """steps per evaluation episode; None: the task's"""
+    # --- method: hyperparameters ---
+    idm_scale: Count = 4
+    """channel multiplier of the IDM's encoder"""
+    fdm_scale: Count = 6
+    """channel multiplier of the FDM's encoder and decoder"""
+    # --- end method ---
     data_dir: Path = Path("data")
     """folder of the datasets that make_dataset.py wrote"""
     runs_dir: Path = Path("runs")
     """folder of the run directories"""
-    variant: str = ""
-    """name of this variant's run directory; empty: made from the arguments that differ from the defaults"""
-    lam_from: Path | None = None
-    """directory of a finished run whose latent action model this one uses, and whose policy if it is to be the same"""
-    latent_dim: int = 128
-    """dimension d_z of the latent action"""
-    policy_scale: int = 4
-    """channel multiplier of the latent policy's encoder"""
-    batch_size: int = 512
-    """transitions in one update, all stages"""
-    lam_epochs: float = 2
-    """latent action model: passes over the train split"""
-    lam_updates: int | None = None
-    """latent action model: updates; None: from lam_epochs"""
-    lam_lr: float = 6e-4
-    """latent action model: peak learning rate"""
-    policy_epochs: float = 2
-    """latent policy: passes over the train split"""
-    policy_updates: int | None = None
-    """latent policy: updates; None: from policy_epochs"""
-    policy_lr: float = 4e-4
-    """latent policy: peak learning rate"""
-    policy_clip: float | None = None
-    """latent policy: largest norm of the gradient; None: any"""
-    decoder_updates: int = 25_000
-    """action decoder: updates"""
-    decoder_lr: float = 1e-3
-    """action decoder: peak learning rate"""
-    decoder_clip: float | None = 1.0
-    """action decoder: largest norm of the gradient; None: any"""
-    decoder_dim: int = 256
-    """action decoder: hidden units of its two layers"""
-    num_labels: int = 128_000
-    """labelled transitions, drawn by whole episodes"""
-    probe_weight: float = 0.01
-    """weight of the linear action probe that only watches: it sees z detached"""
-    weight_decay: float = 0.01
-    """decoupled weight decay of AdamW"""
-    eval_episodes: int = 100
-    """episodes of the decoded policy on held-out backgrounds"""
-    eval_steps: int | None = None
-    """steps per evaluation episode; None: the task's"""
-    eval_envs: int = 16
-    """environments that run in parallel during evaluation, one process each"""
     clips_dir: Path | None = None
     """folder of the background clips that made the dataset, for the evaluation; None: data/DAVIS"""
+    variant: str = ""
+    """name of this variant's run directory; empty: made from the arguments that differ from the defaults"""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """where to train; auto takes the GPU if there is one"""
     data_on_gpu: Literal["auto", "always", "never"] = "auto"
     """keep what batches hold on the GPU; auto: if enough of its memory is left for training"""
+    eval_envs: Count = 16
+    """environments that run in parallel during evaluation, one process each"""
     compile: bool = torch.cuda.is_available()
     """torch.compile the update"""
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
     """mode of torch.compile"""
-    log_every: int = 100
+    log_every: Count = 100
     """updates between two lines of metrics"""
-    checkpoint_every: int = 2000
+    checkpoint_every: Count = 2000
     """updates between two checkpoints"""
     track: bool = False
     """send the metrics to Weights & Biases too"""
     wandb_project: str = "masklam"
     """project on Weights & Biases"""
-    # --- method: hyperparameters ---
-    idm_scale: int = 4
-    """channel multiplier of the IDM's encoder"""
-    fdm_scale: int = 6
-    """channel multiplier of the FDM's encoder and decoder"""
 
 
+# --- method: defaults ---
 # What differs from the defaults above on each suite, with --quick, and with --quick on Distracting Meta-World.
 DCS: dict[str, Any] = {}
 DMW = {"batch_size": 128, "lam_epochs": 4, "lam_lr": 3e-4, "policy_epochs": 4, "policy_lr": 2e-4}
 QUICK = {"idm_scale": 1, "fdm_scale": 1, "policy_scale": 1, "batch_size": 32, "lam_updates": 640, "lam_lr": 1e-3}
-QUICK |= {"policy_updates": 300, "policy_lr": 1e-3, "decoder_updates": 2000, "num_labels": 5000, "eval_episodes": 4}
+QUICK |= {"policy_updates": 300, "policy_lr": 1e-3, "decoder_updates": 2000, "num_labels": (5000,), "eval_episodes": 4}
 QUICK |= {"eval_envs": 2, "log_every": 20, "checkpoint_every": 100}
 QUICK_DMW = {"lam_updates": 240, "policy_updates": 200, "eval_steps": 250}
 
@@ -138,17 +142,16 @@ def schedule(args: Args, stage: str, step: int, updates: int, epoch: int) -> flo
 
 def defaults(argv: list[str]) -> Args:
     """The defaults for the --env and --quick on the command line; the remaining arguments override them."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--env", default=Args.env)
-    parser.add_argument("--quick", action="store_true")
-    known, _ = parser.parse_known_args(argv)
-    dmw = get_task(known.env).suite == "dmw"
-    changes = (DMW if dmw else DCS) | (QUICK if known.quick else {}) | (QUICK_DMW if dmw and known.quick else {})
-    return replace(Args(), env=known.env, quick=known.quick, **changes)
+    env, quick = env_and_quick(argv, Args.env)
+    dmw = get_task(env).suite == "dmw"
+    changes = (DMW if dmw else DCS) | (QUICK if quick else {}) | (QUICK_DMW if dmw and quick else {})
+    return replace(Args(), env=env, quick=quick, **changes)
 
 
 class ResidualBlock(nn.Module):
     """ReLU, 3x3 convolution, ReLU, 3x3 convolution, plus the input."""
+
+    activation = staticmethod(F.relu)
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -156,7 +159,7 @@ class ResidualBlock(nn.Module):
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.conv2(F.relu(self.conv1(F.relu(x))))
+        return x + self.conv2(self.activation(self.conv1(self.activation(x))))
 
 
 class Impala(nn.Sequential):
@@ -229,7 +232,7 @@ class ForwardModel(nn.Module):
 class LatentActionModel(nn.Module):
     """IDM and FDM on windows of frames (B, F, 3, H, W); see common.dataset.Batch for their order."""
 
-    def __init__(self, args: Args, size: int) -> None:
+    def __init__(self, args: Args, size: int, action_dim: int) -> None:
         super().__init__()
         self.idm = Encoder(2 * 3 * 3, args.idm_scale, size, args.latent_dim)
         self.fdm = ForwardModel(3 * 3, args.fdm_scale, size, args.latent_dim)
@@ -248,14 +251,17 @@ class LatentActionModel(nn.Module):
 
 
 # --- method: loss ---
-def observe(batch: Batch, args: Args) -> Tensor:
+FIELDS = ("frames",)  # what of a batch `model_inputs` looks at
+
+
+def open_split(args: Args, split: str) -> Dataset:
+    """The data of a split as the method sees it."""
+    return Dataset(args.data_dir, args.env, split, "distractor" if args.distractors else "clean")
+
+
+def model_inputs(batch: Batch, args: Args) -> Tensor:
     """What the networks see of a batch: windows (B, F, 3, H, W)."""
     return normalise(batch.frames)
-
-
-def encode(model: LatentActionModel, batch: Batch, args: Args) -> Tensor:
-    """The latent action (B, d_z) of each transition in a batch."""
-    return model.infer(observe(batch, args))
 
 
 def lam_loss(model: LatentActionModel, batch: Batch, args: Args) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -263,12 +269,34 @@ def lam_loss(model: LatentActionModel, batch: Batch, args: Args) -> tuple[Tensor
 
     Returns the loss, the latent actions (B, d_z), and further numbers to log.
     """
-    window = observe(batch, args)
+    window = model_inputs(batch, args)
     prediction, z = model(window)
     return F.mse_loss(prediction.float(), window[:, 3]), z, {}
 
 
+def draw(run: runs.Run, args: Args, model: LatentActionModel, test_set: Dataset, device: torch.device) -> list[Path]:
+    """Predictions for held-out transitions beside the true frames."""
+    batch = evaluation.held_out_batch(test_set, device, ("frames", "masks"))
+    with torch.inference_mode():
+        window = model_inputs(batch, args)
+        prediction, _ = model(window)
+    named = {"o(t)": window[:, 2], "o(t+1)": window[:, 3], "predicted": prediction}
+    masks = unpack_masks(batch.masks[:, 3], *window.shape[-2:])
+    title = f"{run.script}, {args.env}: held-out transitions"
+    return [pictures.rows(run.dir / "world_model.png", named, masks, title)]
+
+
 # --- end method ---
+
+
+def encode(model: LatentActionModel, batch: Batch, args: Args) -> Tensor:
+    """The latent action (B, d_z) of each transition in a batch."""
+    return model.infer(model_inputs(batch, args))
+
+
+def predict_latents(policy: nn.Module, frames: Tensor) -> Tensor:
+    """The policy's latent actions (B, d_z) from the current frames, uint8 (B, 3, H, W, 3), the newest last."""
+    return policy(normalise(frames).flatten(1, 2))
 
 
 def train(
@@ -283,16 +311,13 @@ def train(
     clip: float | None = None,
     probe: nn.Module | None = None,
     after_update: Callable[[nn.Module], None] = lambda model: None,
-) -> dict[str, float]:
-    """Trains one stage to its end, from its newest checkpoint if there is one; AdamW at the rate of `schedule`.
-
-    Returns seconds, updates, samples/s and peak memory of the stage, also when it was finished before.
-    """
+) -> None:
+    """Trains one stage to its end, from its newest checkpoint if there is one; AdamW at the rate of `schedule`."""
     device = next(model.parameters()).device
     done = run.finished(stage)
     if done is not None:
         model.load_state_dict(done["model"])
-        return done["cost"]
+        return
 
     groups = [{"params": list(model.parameters())}] + ([{"params": list(probe.parameters())}] if probe else [])
     lr = torch.tensor(learning_rate, device=device)  # a tensor, so that a new rate does not recompile
@@ -310,33 +335,14 @@ def train(
 
     compiled_loss = torch.compile(step_loss, mode=args.compile_mode, dynamic=False) if args.compile else step_loss
 
-    def state() -> dict[str, Any]:
-        return {
-            "model": model.state_dict(),
-            "probe": probe.state_dict() if probe else None,
-            "optimizer": optimizer.state_dict(),
-            "seconds": seconds_before + time.monotonic() - start,
-            "random": torch.get_rng_state(),
-            "random_cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        }
-
     step, seconds_before, start = 0, 0.0, time.monotonic()
     saved = run.restore(stage)
     if saved is not None:
         step, seconds_before = saved["step"], saved["seconds"]
-        model.load_state_dict(saved["model"])
-        if probe:
-            probe.load_state_dict(saved["probe"])
-        optimizer.load_state_dict(saved["optimizer"])
-        torch.set_rng_state(saved["random"])
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(saved["random_cuda"], device)
+        load_training_state(saved, model, probe, optimizer)
     sampler.seek(step)
 
-    progress = runs.Progress(f"{run.script} {stage}", updates, "updates", done=step)
-    sums: dict[str, Tensor] = {}
-    first_bad = torch.full((), -1, device=device)  # first update since the last look whose loss was not finite
-    last_step, last_time, last_saved = step, time.monotonic(), step
+    meter = Meter(run, stage, model, sampler, updates, step)
     model.train()
     while step < updates:
         rate = learning_rate * schedule(args, stage, step, updates, sampler.batches_per_epoch)
@@ -349,189 +355,116 @@ def train(
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         after_update(model)
-        first_bad = torch.where((first_bad < 0) & ~loss.isfinite(), step, first_bad)
-        for name, value in logs.items():
-            sums[name] = sums[name] + value if name in sums else value.clone()  # a CUDA graph reuses it
+        meter.add(loss, logs)
         step += 1
 
-        save = step % args.checkpoint_every == 0 or step == updates or runs.stop_requested()
+        save = step % args.checkpoint_every == 0 or step == updates or stop_requested()
         if step % args.log_every == 0 or save:
-            finite = torch.stack([parameter.isfinite().all() for parameter in model.parameters()]).all()
-            first_bad = torch.where((first_bad < 0) & ~finite, step - 1, first_bad)
-            *means, bad = torch.stack([*sums.values(), first_bad.float()]).tolist()  # the only wait for the device
-            if bad >= 0:
-                raise run.not_finite(stage, int(bad), sampler.episodes(int(bad)), last_saved)
-            count, now = step - last_step, time.monotonic()
-            values = {f"{stage}/{name}": mean / count for name, mean in zip(sums, means)}
-            values["lr"] = rate
-            values["perf/samples_per_s"] = count * sampler.batch_size / (now - last_time)
-            run.log(stage, step, values)
-            progress.update(count, f"loss {values[f'{stage}/loss']:.4f}")
-            sums, last_step, last_time = {}, step, now
+            meter.report(rate)
         if save and step < updates:
-            last_saved = step
-            path = run.save(stage, step, state())
-            if runs.stop_requested():
-                raise runs.Stopped(f"{stage} at update {step} of {updates} is in {path}; the same command goes on")
-    progress.close()
+            seconds = seconds_before + time.monotonic() - start
+            path = run.save(stage, step, training_state(model, probe, optimizer) | {"seconds": seconds})
+            meter.saved = step
+            if stop_requested():
+                raise Stopped(f"{stage} at update {step} of {updates} is in {path}")
+    meter.progress.close()
     seconds = seconds_before + time.monotonic() - start
-    cost = {"seconds": seconds, "updates": updates, "samples_per_s": updates * sampler.batch_size / seconds}
-    cost["peak_memory_gib"] = runs.peak_memory_gib(device)
-    run.finish(
-        stage, updates, {"model": model.state_dict(), "probe": probe.state_dict() if probe else None, "cost": cost}
-    )
-    return cost
+    cost = {
+        "seconds": seconds,
+        "updates": updates,
+        "samples_per_s": updates * sampler.batch_size / seconds,
+        "peak_memory_gib": runs.peak_memory_gib(device),
+    }
+    weights = {"model": model.state_dict(), "probe": probe.state_dict() if probe else None}
+    run.finish(stage, updates, weights | {"cost": cost})
 
 
 def main(args: Args) -> None:
-    task = get_task(args.env)
-    runs.check_at_least(args, 0, "seed")
-    runs.check_at_least(args, 1, "batch_size", "latent_dim", "policy_scale", "decoder_dim", "log_every")
-    runs.check_at_least(args, 1, "lam_updates", "policy_updates", "decoder_updates", "checkpoint_every")
-    runs.check_at_least(args, 1, "eval_episodes", "eval_steps", "eval_envs", *({"idm_scale"} & vars(args).keys()))
-    if args.eval_steps is not None and args.eval_steps > task.max_steps:
-        raise UserError(f"--eval-steps is {args.eval_steps}, but {task.name} ends after {task.max_steps} steps")
     device = runs.choose_device(args.device)
-    render = "distractor" if args.distractors else "clean"
-    uses_masks = hasattr(args, "mask_source")
-    mask_source = args.mask_source if uses_masks else "gt"  # a method without masks shows the true ones in pictures
-    train_set = Dataset(args.data_dir, args.env, "train", render, mask_source)
-    test_set = Dataset(args.data_dir, args.env, "test", render, mask_source)
-    size, action_dim = train_set.image_size, train_set.action_dim
-    if test_set.image_size != size:
-        sizes = f"{size} pixels, those of {test_set.folder} {test_set.image_size}"
-        raise UserError(f"the frames of {train_set.folder} have {sizes}: make one of them again with make_dataset.py")
-    distractors = evaluation.held_out_distractors(test_set, task, args.clips_dir)
-    labelled = train_set.labelled(args.num_labels, args.seed)
-    variant = runs.variant_name(args, defaults([f"--env={args.env}", *(["--quick"] if args.quick else [])]))
-    identity = {"train_hash": train_set.hash, "test_hash": test_set.hash, "device_type": device.type}
-    identity["mask_hash"] = train_set.mask_hash + test_set.mask_hash if uses_masks else ""
-    run = runs.Run(args, Path(__file__).stem, variant, identity)
-    print(f"{run.script}: {run.dir} on {device}, {train_set.num_transitions:,} transitions for training")
-    result_path = run.dir / "result.json"
-    if result_path.exists():
-        remove_cached(run)
-        print(f"finished before; {result_path} has the result")
+    on_device = {"auto": "auto", "always": True, "never": False}[args.data_on_gpu]
+    train_set, test_set = open_split(args, "train"), open_split(args, "test")
+    distractors = evaluation.held_out_distractors(test_set, args.clips_dir, args.eval_steps)
+    default = defaults([f"--env={args.env}", *(["--quick"] if args.quick else [])])
+    labelled = train_set.labelled(max(args.num_labels), args.seed)
+    run = runs.Run.open(args, Path(__file__).stem, default, train_set, test_set, device)
+    if run.is_finished():
         return
 
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
+    size, action_dim = train_set.image_size, train_set.action_dim
     policy = Encoder(3 * 3, args.policy_scale, size, args.latent_dim)
     decoder = ActionDecoder(args.latent_dim, args.decoder_dim, action_dim)
     probe, policy_probe = (nn.Linear(args.latent_dim, action_dim) for _ in range(2))
     for module in (policy, decoder, probe, policy_probe):
         module.apply(orthogonal_init).to(device, memory_format=torch.channels_last)
-    costs: dict[str, dict[str, float]] = {}
-    on_device = {"auto": "auto", "always": True, "never": False}[args.data_on_gpu]
 
+    # Stage 1: the latent action model.
     # --- method: stages ---
-    model = LatentActionModel(args, size).apply(orthogonal_init).to(device, memory_format=torch.channels_last)
+    model = LatentActionModel(args, size, action_dim).apply(orthogonal_init)
+    model.to(device, memory_format=torch.channels_last)
     untrained = copy.deepcopy(model).eval()  # the control of the probe
     sampler = Sampler(train_set, args.batch_size, max_offset=1, seed=args.seed, device=device, on_device=on_device)
     updates = updates_for(args.lam_epochs, args.lam_updates, sampler)
-    costs["lam"] = train(run, args, "lam", model, lam_loss, sampler, updates, args.lam_lr, probe=probe)
+    train(run, args, "lam", model, lam_loss, sampler, updates, args.lam_lr, args.lam_clip, probe)
     sampler.close()
-    model.eval()
-
-    shown = test_set.transitions[:: max(1, test_set.num_transitions // 8)][:8]
-    batch = next(sequential(test_set, 8, max_offset=1, device=device, masks=True, indices=shown))
-    with torch.inference_mode():
-        window = observe(batch, args)
-        prediction, _ = model(window)
-    named = {"o(t)": window[:, 2], "o(t+1)": window[:, 3], "predicted": prediction}
-    mask = unpack_masks(batch.masks[:, 3:4], size, size)[:, 0]
-    title = f"{run.script}, {args.env}: held-out transitions"
-    drawn = [pictures.rows(run.dir / "world_model.png", named, mask, title)]
     # --- end method ---
+    model.eval()
+    drawn = draw(run, args, model, test_set, device)
 
-    # Latent policy: label every transition once, then clone the latent actions from the current frames.
-    windows = {"max_offset": 1, "masks": uses_masks, "indices": train_set.transitions}
-    labels, seconds = cached(
-        run, "labels", lambda batch: encode(model, batch, args), train_set, args.batch_size, device, **windows
-    )
-    costs["labels"] = {"seconds": seconds}
-    labels_here, transitions = labels.to(device), torch.from_numpy(train_set.transitions).to(device)
+    # What it learned: latent actions at k = 1 of all transitions, and how well a linear probe reads actions from them.
+    encode_with = partial(encode, args=args)
+    windows = {"batch_size": args.batch_size, "device": device, "max_offset": 1, "fields": FIELDS}
+    latents = evaluation.table(run, "latents", partial(encode_with, model), train_set, train_set.transitions, **windows)
+    probed = evaluation.probe(run, encode_with, model, untrained, latents, train_set, test_set, **windows)
+
+    # Stage 2: the latent policy clones the latent actions from the current frames.
+    latents_here, transitions = latents.to(device), torch.from_numpy(train_set.transitions).to(device)
 
     def policy_loss(policy: nn.Module, batch: Batch, args: Args) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        z = policy(normalise(batch.frames).flatten(1, 2))
-        return F.mse_loss(z.float(), labels_here[torch.searchsorted(transitions, batch.index)]), z, {}
+        z = predict_latents(policy, batch.frames)
+        return F.mse_loss(z.float(), latents_here[torch.searchsorted(transitions, batch.index)]), z, {}
 
     sampler = Sampler(train_set, args.batch_size, max_offset=0, seed=args.seed, device=device, on_device=on_device)
     updates = updates_for(args.policy_epochs, args.policy_updates, sampler)
-    stage = policy, policy_loss, sampler, updates, args.policy_lr, args.policy_clip, policy_probe
-    costs["bc"] = train(run, args, "bc", *stage)
+    train(run, args, "policy", policy, policy_loss, sampler, updates, args.policy_lr, args.policy_clip, policy_probe)
     sampler.close()
     policy.eval()
 
-    # Action decoder: the policy is frozen, so its outputs on the labelled transitions are computed once.
+    # Stage 3: an action decoder for each label budget. The policy is frozen, so its outputs are computed once.
+    def decoder_loss(decoder: nn.Module, rows: dict[str, Tensor], args: Args) -> tuple[Tensor, None, dict[str, Tensor]]:
+        return F.mse_loss(decoder(rows["z"]).float(), rows["action"]), None, {}
+
     def feature(batch: Batch) -> Tensor:
-        return policy(normalise(batch.frames).flatten(1, 2))
+        return predict_latents(policy, batch.frames)
 
-    windows = {"max_offset": 0, "indices": labelled}
-    features, seconds = cached(run, "features", feature, train_set, args.batch_size, device, **windows)
-    costs["features"] = {"seconds": seconds}
-    actions = torch.from_numpy(train_set.action[labelled].clip(-1, 1))
-    rows = {"z": features.to(device), "action": actions.to(device)}
+    windows = {"batch_size": args.batch_size, "device": device, "max_offset": 0}
+    features = evaluation.table(run, "features", feature, train_set, labelled, **windows)
+    decoders = {}
+    for num_labels in sorted(args.num_labels, reverse=True):
+        frames = train_set.labelled(num_labels, args.seed)  # some of those of the largest budget
+        rows = {
+            "z": features[np.searchsorted(labelled, frames)].to(device),
+            "action": torch.from_numpy(train_set.action[frames].clip(-1, 1)).to(device),
+        }
+        episodes = train_set.episode_of_frame[frames]
+        rows_sampler = TensorSampler(rows, args.batch_size, seed=args.seed, episode=episodes)
+        decoders[num_labels] = copy.deepcopy(decoder)
+        stage = runs.of_budget("decoder", num_labels, args)
+        updates, rate = args.decoder_updates, args.decoder_lr
+        train(run, args, stage, decoders[num_labels], decoder_loss, rows_sampler, updates, rate, args.decoder_clip)
+        decoders[num_labels].eval()
 
-    def decoder_loss(
-        decoder: nn.Module, batch: dict[str, Tensor], args: Args
-    ) -> tuple[Tensor, None, dict[str, Tensor]]:
-        return F.mse_loss(decoder(batch["z"]).float(), batch["action"]), None, {}
-
-    rows_sampler = TensorSampler(rows, args.batch_size, seed=args.seed, episode=train_set.episode_of_frame[labelled])
-    updates, clip = args.decoder_updates, args.decoder_clip
-    costs["decoder"] = train(run, args, "decoder", decoder, decoder_loss, rows_sampler, updates, args.decoder_lr, clip)
-    decoder.eval()
-
-    # Evaluation: the linear probe beside its untrained control, then the decoded policy on held-out backgrounds.
-    start = time.monotonic()
-
-    def latents(model: nn.Module, dataset: Dataset) -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in sequential(dataset, args.batch_size, max_offset=1, device=device, masks=uses_masks):
-            if runs.stop_requested():
-                raise runs.Stopped("the evaluation starts over when the same command is repeated")
-            with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                z = encode(model, batch, args).float()
-            yield z, batch.action
-
-    known = zip(labels.split(65536), torch.from_numpy(train_set.action[train_set.transitions].clip(-1, 1)).split(65536))
-    probed = evaluation.nmse(known, latents(model, test_set), train_set.action_variance, run.dir / "latents.npz")
-    control = evaluation.nmse(latents(untrained, train_set), latents(untrained, test_set), train_set.action_variance)
-    costs["probe"] = {"seconds": time.monotonic() - start}
-
-    start = time.monotonic()
-
-    def act(frames: Tensor) -> Tensor:
+    # Evaluation: the decoded policies on held-out backgrounds.
+    def act(frames: Tensor, decoder: nn.Module) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            return decoder(policy(normalise(frames).flatten(1, 2)))
+            return decoder(predict_latents(policy, frames))
 
-    options = {"episodes": args.eval_episodes, "num_envs": args.eval_envs, "device": device, "image_size": size}
-    quality, steps = test_set.plan["quality"], args.eval_steps
-    rolled = evaluation.rollout(act, task, render, distractors, quality, max_steps=steps, **options)
-    costs["rollout"] = {"seconds": time.monotonic() - start}
-    metrics = evaluation.metrics(probed, control, rolled, evaluation.normalised_score(rolled, task, train_set))
-    run.log("eval", 0, {name: value for name, value in metrics.items() if value is not None})
-    drawn.append(pictures.curves(run.dir / "curves.png", run.read_metrics()))
-    episodes, counts = np.unique(train_set.episode_of_frame[labelled], return_counts=True)
+    decoded = evaluation.evaluate(run, args, act, decoders, distractors, train_set, test_set, device)
     networks = {"lam": model, "policy": policy, "decoder": decoder} | dict(model.named_children())
-    run.write_result(
-        metrics,
-        seconds={name: cost["seconds"] for name, cost in costs.items()},
-        stages=costs,
-        parameters={
-            name: sum(w.numel() for w in part.parameters() if w.requires_grad) for name, part in networks.items()
-        },
-        peak_memory_gib=max(cost.get("peak_memory_gib", 0) for cost in costs.values()),
-        nmse_per_dimension=probed["per_dimension"],
-        rollout=rolled,
-        labelled_transitions=len(labelled),
-        labelled_episodes=dict(zip(episodes.tolist(), counts.tolist())),  # episode: how many of its first transitions
-        dataset={split.split: split.summary() for split in (train_set, test_set)},
-        pictures=[str(path) for path in drawn],
-    )
-    remove_cached(run)
+    evaluation.write_result(run, probed, decoded, networks, train_set, test_set, labelled, drawn)
     run.close()
 
 
 if __name__ == "__main__":
-    runs.cli(main, defaults)
+    cli(main, defaults)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import errno
+import math
 import os
 import resource
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_type_hints
 
 from tqdm import tqdm
 
@@ -23,6 +26,61 @@ class UserError(Exception):
 class Stopped(Exception):
     """A signal asked for the end; what is finished is saved, and rerunning the same command resumes."""
 
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranges of numbers on the command line
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """What a number on the command line must be: from `low` to `high`, or above `low`; always finite."""
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+
+    def complaint(self, value: float) -> str:
+        """Why a value is out of range; empty if it is not."""
+        fits = value > self.low if self.above else value >= self.low
+        if fits and value <= self.high and math.isfinite(value):
+            return ""
+        if math.isfinite(self.high):
+            return f"is {value}, must be from {self.low} to {self.high}"
+        return f"is {value}, must be a finite number " + (
+            f"above {self.low}" if self.above else f"of at least {self.low}"
+        )
+
+
+Count = Annotated[int, Range(1)]
+Seed = Annotated[int, Range(0, 2**31 - 1)]
+Positive = Annotated[float, Range(0, above=True)]
+NotNegative = Annotated[float, Range(0)]
+Share = Annotated[float, Range(0, 1)]
+
+
+def declared_range(annotation: Any) -> Range | None:
+    """The range in a type such as `Count`, `Count | None` or `tuple[Count, ...]`; None if it declares none."""
+    for part in (*getattr(annotation, "__metadata__", ()), *get_args(annotation)):
+        if isinstance(part, Range):
+            return part
+        if nested := declared_range(part):
+            return nested
+    return None
+
+
+def check_ranges(args: Any) -> None:
+    """Raises UserError for a number in the dataclass `args` that is outside its declared range."""
+    for name, annotation in get_type_hints(type(args), include_extras=True).items():
+        limits, value = declared_range(annotation), getattr(args, name)
+        if value == ():
+            raise UserError(f"--{name.replace('_', '-')} needs at least one value")
+        for number in value if isinstance(value, tuple) else () if value is None else (value,):
+            if limits is not None and (complaint := limits.complaint(number)):
+                raise UserError(f"--{name.replace('_', '-')} {complaint}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Signals, errors, progress
 
 _stop_signal: int | None = None
 
@@ -45,6 +103,15 @@ def stop_requested() -> bool:
     return _stop_signal is not None
 
 
+def env_and_quick(argv: list[str], env: str) -> tuple[str, bool]:
+    """The ``--env`` of a command line (`env` if it has none) and whether ``--quick`` is on it; defaults follow."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--env", default=env)
+    parser.add_argument("--quick", action="store_true")
+    chosen, _ = parser.parse_known_args(argv)
+    return chosen.env, chosen.quick
+
+
 def cli(main: Callable[[Any], None], default: Any) -> None:
     """Parses the command line into the dataclass of `default` and calls `main(args)`.
 
@@ -62,6 +129,7 @@ def cli(main: Callable[[Any], None], default: Any) -> None:
         if callable(default):
             default = default(sys.argv[1:])
         args = tyro.cli(type(default), default=default, description=sys.modules["__main__"].__doc__)
+        check_ranges(args)
         main(args)
     except UserError as error:
         print(f"{name}: error: {error}", file=sys.stderr)

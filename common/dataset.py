@@ -610,11 +610,16 @@ class LabelledBatch(NamedTuple):
 
 
 class LabelledSampler:
-    """Two samplers as one: `sampler` decides what an epoch is."""
+    """Batches of all transitions and, beside them, of labelled ones (frames, int64); both draw their own k.
 
-    def __init__(self, sampler: Sampler, labelled: Sampler) -> None:
-        self.sampler, self.labelled = sampler, labelled
-        self.batch_size, self.batches_per_epoch = sampler.batch_size, sampler.batches_per_epoch
+    An epoch is one pass over all transitions. options: as for a Sampler.
+    """
+
+    def __init__(self, dataset: Dataset, labelled: np.ndarray, batch_size: int, *, seed: int, **options: Any) -> None:
+        self.sampler = Sampler(dataset, batch_size, seed=seed, **options)
+        size = min(batch_size, len(labelled))
+        self.labelled = Sampler(dataset, size, seed=seed + 2**31, indices=labelled, **options)
+        self.batch_size, self.batches_per_epoch = batch_size, self.sampler.batches_per_epoch
 
     def episodes(self, position: int) -> list[int]:
         """The episodes that both batches at a position are drawn from."""
@@ -725,10 +730,3 @@ def updates_for(epochs: float, updates: int | None, sampler: Sampler | LabelledS
 def normalise(frames: torch.Tensor) -> torch.Tensor:
     """uint8 (B, F, H, W, 3) -> float32 (B, F, 3, H, W) in [-0.5, 0.5]; the memory stays channels-last."""
     return frames.movedim(-1, -3).float().div_(255).sub_(0.5)
-
-
-def unpack_masks(packed: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Bit-packed uint8 (B, F, H*W/8) -> float32 (B, F, 1, H, W) of zeros and ones."""
-    shift = torch.arange(7, -1, -1, dtype=torch.uint8, device=packed.device)
-    bits = (packed.unsqueeze(-1) >> shift) & 1
-    return bits.view(*packed.shape[:-1], 1, height, width).float()

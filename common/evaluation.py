@@ -1,4 +1,4 @@
-"""NMSE of a linear probe, rollouts of a decoded policy, and returns relative to the expert's."""
+"""NMSE of a linear probe, rollouts of decoded policies, returns relative to the expert's, and the result of a run."""
 
 from __future__ import annotations
 
@@ -13,18 +13,60 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common import runs
-from common.dataset import Dataset
+from common import pictures, runs
+from common.cli import Progress, Stopped, UserError, stop_requested
+from common.dataset import Batch, Dataset, sequential
 from common.distractors import DistractorConfig, clips_digest
 from common.envs import make_env
-from common.errors import UserError
-from common.tasks import Task
+from common.store import atomic_path
+from common.tasks import Task, get_task
 
 Pairs = Iterable[tuple[Tensor, Tensor]]  # latent actions (B, d_z) and actions (B, A) clipped to [-1, 1]
 
 # Evaluation episodes are the same for every method and training seed, and no dataset uses their seeds.
 EVALUATION_SEED = 0xE7A1
 LATENTS_KEPT = 4000  # of the test split, for pictures
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What frozen networks give
+
+
+def outputs(function: Callable[[Batch], Tensor], dataset: Dataset, *, device: torch.device, **windows: Any) -> Pairs:
+    """`function` (to (B, d)) of batches in order, in float32 on `device`, and their actions. Stopped at a signal.
+
+    windows: as for `common.dataset.sequential`.
+    """
+    for batch in sequential(dataset, device=device, **windows):
+        if stop_requested():
+            raise Stopped("this pass over the data starts over")
+        with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            yield function(batch).float(), batch.action
+
+
+def table(
+    run: runs.Run, name: str, function: Callable[[Batch], Tensor], dataset: Dataset, indices: np.ndarray, **windows: Any
+) -> Tensor:
+    """`function` (to (B, d)) at the frames `indices` (N,), in their order, once per run: float32 (N, d) on the host."""
+
+    def compute() -> Tensor:
+        progress, rows, done = Progress(f"{run.script} {name}", len(indices), "transitions"), torch.empty(0), 0
+        for values, _ in outputs(function, dataset, indices=indices, **windows):
+            if not done:
+                rows = torch.empty(len(indices), values.shape[1])
+            rows[done : done + len(values)] = values.cpu()
+            done += len(values)
+            progress.update(len(values))
+        progress.close()
+        return rows
+
+    return run.once(name, compute)
+
+
+def held_out_batch(test_set: Dataset, device: torch.device, fields: tuple[str, ...], count: int = 8) -> Batch:
+    """Some transitions of the test split, evenly spaced, for pictures."""
+    shown = test_set.transitions[:: max(1, test_set.num_transitions // count)][:count]
+    return next(sequential(test_set, count, max_offset=1, device=device, fields=fields, indices=shown))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -104,7 +146,7 @@ def nmse(train: Pairs, test: Pairs, variance: float, kept: Path | None = None) -
         count += len(z)
     if kept is not None:
         latents, actions = shown.columns()
-        with runs.atomic_path(kept) as temporary:
+        with atomic_path(kept) as temporary:
             np.savez(temporary, z=latents, action=actions, step=shown.step)
     error = total / count / variance
     return {"nmse": error.mean().item(), "per_dimension": error.tolist()}
@@ -137,16 +179,20 @@ class _Episodes(gymnasium.Wrapper):
         return self.last, *rest
 
 
-def held_out_distractors(test_set: Dataset, task: Task, clips_dir: Path | None) -> DistractorConfig:
+def held_out_distractors(test_set: Dataset, clips_dir: Path | None, steps: int | None = None) -> DistractorConfig:
     """The distractors of evaluation episodes: those that made the test split, with the same clips.
 
     Args:
         clips_dir: folder of the clips (DAVIS in its official layout, or the user's own); None: data/DAVIS.
+        steps: of an episode; None: the task's.
 
     Raises:
-        UserError: the clips are missing, or are not the ones that made the test split. Call it before training.
+        UserError: the clips are missing, or are not the ones that made the test split, or the task has fewer steps.
+            Call it before training.
     """
-    settings = test_set.plan["distractors"]
+    settings, task = test_set.plan["distractors"], get_task(test_set.env)
+    if steps is not None and steps > task.max_steps:
+        raise UserError(f"--eval-steps is {steps}, but {task.name} ends after {task.max_steps} steps")
     if test_set.render == "clean" or settings is None:
         return DistractorConfig()
     kind, folder = settings["backgrounds"], Path("data/DAVIS") if clips_dir is None else clips_dir
@@ -226,14 +272,14 @@ def rollout(
     returns, lengths, successes = np.full(episodes, np.nan), np.zeros(episodes, int), np.zeros(episodes, bool)
     number = np.arange(num_envs)  # the episode that each environment is in
     length, total, success = np.zeros(num_envs, int), np.zeros(num_envs), np.zeros(num_envs, bool)
-    progress = runs.Progress("evaluation", episodes, "episodes")
+    progress = Progress("evaluation", episodes, "episodes")
     try:
         frame = envs.reset()[0][f"{render}/observation"]
         stack = np.repeat(frame[:, None], 3, axis=1)  # (N, 3, H, W, 3): frames before the first one repeat it
         starting = np.zeros(num_envs, bool)  # this step only resets the environment
         while (number < episodes).any():
-            if runs.stop_requested():
-                raise runs.Stopped("evaluation starts over when the same command is repeated")
+            if stop_requested():
+                raise Stopped("these episodes start over")
             with torch.inference_mode():
                 action = act(torch.from_numpy(stack).to(device)).float().cpu().numpy()
             observation, reward, terminated, truncated, info = envs.step(np.clip(action, -1, 1))
@@ -288,22 +334,122 @@ def normalised_score(rolled: dict[str, Any], task: Task, dataset: Dataset) -> di
     }
 
 
-def metrics(
-    probed: dict[str, Any], control: dict[str, Any], rolled: dict[str, Any], score: dict[str, float | None]
-) -> dict[str, float | None]:
-    """The numbers of a run, under the names that every method uses.
+# ---------------------------------------------------------------------------------------------------------------------
+# The result of a run
+
+
+def probe(
+    run: runs.Run,
+    encode: Callable[[torch.nn.Module, Batch], Tensor],
+    model: torch.nn.Module,
+    untrained: torch.nn.Module,
+    latents: Tensor,
+    train_set: Dataset,
+    test_set: Dataset,
+    **windows: Any,
+) -> dict[str, Any]:
+    """`nmse` of a trained model, and as `untrained` that of its control: the same model with its initial weights.
 
     Args:
-        probed, control: `nmse` of the trained and of the untrained model.
-        rolled: `rollout` of the decoded policy.
-        score: its `normalised_score`.
+        encode: a model and a batch to latent actions (B, d_z).
+        latents: of the trained model for all transitions of the train split, (N, d_z).
+        windows: batch_size, device, max_offset and fields of the batches.
     """
-    found = {
+
+    def compute() -> dict[str, Any]:
+        actions = torch.from_numpy(train_set.action[train_set.transitions].clip(-1, 1))
+        fitted_on = zip(latents.split(65536), actions.split(65536))
+        variance = train_set.action_variance
+        held_out = outputs(partial(encode, model), test_set, **windows)
+        trained = nmse(fitted_on, held_out, variance, run.dir / "latents.npz")
+        control = [outputs(partial(encode, untrained), split, **windows) for split in (train_set, test_set)]
+        return trained | {"untrained": nmse(*control, variance)["nmse"]}
+
+    return run.once("probe", compute)
+
+
+def evaluate(
+    run: runs.Run,
+    args: Any,
+    act: Callable[[Tensor, torch.nn.Module], Tensor],
+    decoders: dict[int, torch.nn.Module],
+    distractors: DistractorConfig,
+    train_set: Dataset,
+    test_set: Dataset,
+    device: torch.device,
+) -> list[dict[str, Any]]:
+    """Rolls out the policy with each decoder in turn; what was rolled out before is not repeated.
+
+    Args:
+        act: uint8 frames (N, 3, H, W, 3), the newest last, and a decoder to actions (N, A).
+        decoders: label budget -> the decoder that was trained with it.
+        distractors: of the evaluation, see `held_out_distractors`.
+
+    Returns for each decoder ``num_labels``, ``normalised_paper``, ``normalised_dataset`` and what `rollout` gives.
+    """
+    task, found = get_task(args.env), []
+    for num_labels, decoder in sorted(decoders.items()):
+        rolled = run.once(
+            runs.of_budget("rollout", num_labels, args),
+            lambda decoder=decoder: rollout(
+                lambda frames: act(frames, decoder),
+                task,
+                test_set.render,
+                distractors,
+                test_set.plan["quality"],
+                episodes=args.eval_episodes,
+                num_envs=args.eval_envs,
+                device=device,
+                image_size=test_set.image_size,
+                max_steps=args.eval_steps,
+            ),
+        )
+        found.append({"num_labels": num_labels} | normalised_score(rolled, task, train_set) | rolled)
+    return found
+
+
+def write_result(
+    run: runs.Run,
+    probed: dict[str, Any],
+    decoded: list[dict[str, Any]],
+    networks: dict[str, torch.nn.Module],
+    train_set: Dataset,
+    test_set: Dataset,
+    labelled: np.ndarray,
+    drawn: list[Path],
+) -> None:
+    """Draws the curves and writes the result of a run; its metrics are those of the largest label budget.
+
+    Args:
+        probed, decoded: from `probe` and `evaluate`.
+        networks: name -> network, whose parameters are counted.
+        labelled: global indices of the labelled transitions.
+        drawn: the pictures of the run.
+    """
+    best = decoded[-1]
+    metrics = {
         "eval/nmse": probed["nmse"],
-        "eval/nmse_untrained": control["nmse"],
-        "eval/return": rolled["return_mean"],
-        "eval/return_std": rolled["return_std"],
-        "eval/normalised_paper": score["normalised_paper"],
-        "eval/normalised_dataset": score["normalised_dataset"],
+        "eval/nmse_untrained": probed["untrained"],
+        "eval/return": best["return_mean"],
+        "eval/return_std": best["return_std"],
+        "eval/normalised_paper": best["normalised_paper"],
+        "eval/normalised_dataset": best["normalised_dataset"],
     }
-    return found | ({"eval/success_rate": rolled["success_rate"]} if "success_rate" in rolled else {})
+    if "success_rate" in best:
+        metrics["eval/success_rate"] = best["success_rate"]
+    run.log("eval", 0, {name: value for name, value in metrics.items() if value is not None})
+    drawn = [*drawn, pictures.curves(run.dir / "curves.png", run.read_metrics())]
+    episodes, counts = np.unique(train_set.episode_of_frame[labelled], return_counts=True)
+    run.write_result(
+        metrics,
+        parameters={
+            name: sum(weight.numel() for weight in network.parameters() if weight.requires_grad)
+            for name, network in networks.items()
+        },
+        nmse_per_dimension=probed["per_dimension"],
+        decoders=decoded,
+        labelled_transitions=len(labelled),
+        labelled_episodes=dict(zip(episodes.tolist(), counts.tolist())),  # episode: how many of its first transitions
+        dataset={split.split: split.summary() for split in (train_set, test_set)},
+        pictures=[str(path) for path in drawn],
+    )

@@ -1,18 +1,26 @@
-"""RAFT's weights (arXiv 2003.12039): torchvision's own, or a file under the names of torchvision or RAFT's authors."""
+"""Optical flow by RAFT (arXiv 2003.12039): its weights, and the flow of a dataset in files beside the shards."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import pickle
 import re
+import shlex
 import zipfile
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.errors import UserError
+from common import store
+from common.cli import Progress, Stopped, UserError, stop_requested
+from common.dataset import Dataset
+from common.shards import Shard, derived_path, read_derived, write_derived
+from common.store import Damaged
 
 # The authors' names -> torchvision's.
 RENAMED = (
@@ -113,3 +121,113 @@ def _download(weights) -> dict[str, Tensor]:
             f"RAFT's weights cannot be downloaded ({type(error).__name__}); get {weights.url} on another machine and "
             f"name the file: --raft-checkpoint {weights.url.rsplit('/', 1)[-1]}"
         ) from error
+
+
+@torch.inference_mode()
+def optical_flow(raft: nn.Module, frames: Tensor, following: Tensor, iterations: int) -> Tensor:
+    """RAFT's flow in pixels per step, float16 (B, H, W, 2) with x before y, between frames uint8 (B, H, W, 3).
+
+    RAFT needs 128 pixels and multiples of 8: smaller frames are enlarged for it, and the flow is averaged back.
+    """
+    size = frames.shape[1]
+    large = max(128, -(-size // 8) * 8)
+    pair = torch.stack([frames, following]).flatten(0, 1).movedim(-1, 1).float() / 127.5 - 1
+    pair = F.interpolate(pair, size=(large, large), mode="bilinear").chunk(2)
+    flow = F.interpolate(raft(*pair, num_flow_updates=iterations)[-1], size=(size, size), mode="area") * (size / large)
+    return flow.movedim(1, -1).half()
+
+
+def flow_picture(flow: Tensor, scale: float) -> Tensor:
+    """Flow (B, H, W, 2) in pixels as a picture (B, 3, H, W) in [0, 1]: hue is direction, saturation and value speed.
+
+    Right is red, down yellow-green, left cyan, up violet. `scale` times the diagonal, or more, is full colour.
+    """
+    x, y = flow.float().unbind(-1)
+    value = (torch.hypot(x, y) / (scale * math.hypot(*flow.shape[1:3]))).clamp(max=1)
+    hue = torch.atan2(y, x) * (3 / math.pi)  # in sixths of a turn
+    shade = torch.stack([(hue + offset) % 6 for offset in (5, 3, 1)], dim=1)
+    return value[:, None] * (1 - value[:, None] * torch.minimum(shade, 4 - shade).clamp(0, 1))
+
+
+def attach_flow(
+    dataset: Dataset,
+    raft: Literal["large", "small"],
+    checkpoint: Path | None,
+    iterations: int,
+    device: torch.device,
+) -> None:
+    """Attaches the flow from each frame to the next as `raft`; the last frame of an episode has none, so it gets zeros.
+
+    It lies as <render>/flow in <shard>.raft.h5. Files that are missing are made first, together with other processes
+    that do the same; those of another version of their shard are made again.
+
+    Raises UserError for files that were made with other settings, and Stopped at a signal; complete files stay.
+    """
+    name = f"{dataset.render}/flow"
+    shards = {derived_path(shard.path, "raft"): shard for shard in dataset.shards}
+    settings: dict[str, Any] = {"raft": raft, "iterations": iterations}
+    model: nn.Module | None = None
+    progress: Progress | None = None
+
+    def load() -> None:
+        nonlocal model
+        model, settings["weights"] = load_raft(raft, checkpoint, device)
+
+    def read(path: Path) -> store.StoredFile | None:
+        """The file of a shard, which may hold the other render's flow only; None if it has to be made."""
+        if not path.exists():
+            return None
+        try:
+            stored = read_derived(shards[path], "raft")
+        except Damaged as error:
+            print(f"{error}; it is made again", flush=True)
+            return None
+        there = {key: stored.attributes["settings"].get(key) for key in settings}
+        if lines := store.differences(there, settings):
+            raise UserError(
+                f"{path}: made with other settings ({', '.join(lines)}); use those, or compute everything again after: "
+                f"rm {shlex.quote(str(dataset.folder.parent))}/*/*.raft.h5"
+            )
+        return stored
+
+    def is_missing(path: Path) -> bool:
+        stored = read(path)
+        return stored is None or name not in stored.arrays
+
+    def make(path: Path) -> None:
+        nonlocal progress
+        if model is None:
+            load()
+            for other in shards:  # what is there must come from the same weights
+                read(other)
+        progress = progress or Progress(f"flow {dataset.env} {dataset.split}", dataset.num_frames, "frames")
+        stored = read(path)
+        arrays = {} if stored is None else {key: np.array(array) for key, array in stored.arrays.items()}
+        write_derived(shards[path], "raft", arrays | {name: compute(shards[path], progress)}, settings)
+
+    def compute(shard: Shard, progress: Progress) -> np.ndarray:
+        frames, ends = shard.arrays[f"{dataset.render}/observation"], shard.episode_start[1:] - 1
+        flow = np.zeros((*frames.shape[:3], 2), np.float16)
+        batch = 64 if device.type == "cuda" else 8
+        for first in range(0, shard.frames, batch):
+            if stop_requested():
+                raise Stopped(f"the complete files in {dataset.folder} stay")
+            index = np.arange(first, min(first + batch, shard.frames))
+            pair = [frames[index], frames[np.minimum(index + 1, shard.frames - 1)]]
+            now, following = (torch.from_numpy(side).to(device) for side in pair)
+            flow[index] = optical_flow(model, now, following, iterations).cpu().numpy()
+            progress.update(len(index))
+        flow[ends] = 0
+        if not np.isfinite(flow).all():
+            raise UserError(f"{shard.path}: its flow is not finite; the weights may be damaged ({settings})")
+        return flow
+
+    if checkpoint is not None:  # so that flow of other weights is refused, also where nothing is missing
+        load()
+    store.fill(lambda: shards, is_missing, make)
+    files = [read_derived(shard, "raft") for shard in dataset.shards]
+    digest = hashlib.sha256("".join(file.array_hash(name) for file in files).encode()).hexdigest()
+    settings = files[0].attributes["settings"]
+    dataset.attach("raft", [file.arrays[name] for file in files], digest, settings)
+    about = ", ".join(f"{key} {str(value)[:8]}" for key, value in settings.items())
+    print(f"flow of {dataset.folder}, {dataset.render}: {about}", flush=True)

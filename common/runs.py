@@ -1,7 +1,8 @@
-"""What scripts share around their work: command line, signals, atomic files, run directory, checkpoints, progress.
+"""The directory of a run: its arguments, metrics, checkpoints and result; and what a result says of the machine.
 
 A run directory holds ``args.json``, ``metrics.jsonl``, ``checkpoints/`` (two per unfinished stage), one ``<stage>.pt``
-per finished stage, pictures and, at the end, ``result.json``.
+per finished stage, ``tables/`` (what frozen networks gave, until the run is finished), pictures and, at the end,
+``result.json``.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 import uuid
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from common.cli import Progress, Stopped, UserError, cli, stop_requested  # noqa: F401
-from common.store import atomic_path, write_json
+from common.store import atomic_path, differences, write_json
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,11 +38,10 @@ ROOT = Path(__file__).parents[1]
 
 def git_commit() -> str | None:
     """The commit of the code, with ``+changes`` if tracked files differ from it; None outside a repository."""
-    root = Path(__file__).parents[1]
     try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
         status = subprocess.run(
-            ["git", "status", "--porcelain", "-uno"], cwd=root, capture_output=True, text=True, check=True
+            ["git", "status", "--porcelain", "-uno"], cwd=ROOT, capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
         return None
@@ -94,41 +96,37 @@ def peak_memory_gib(device: Any) -> float:
 # Run directory
 
 # Fields that may differ between two commands that continue one run: they change neither data nor method. (Compiled code
-# rounds differently; the kind of device is part of a run's identity.)
+# rounds differently; the kind of device is part of a run's identity.) So may paths: what they hold is known by hashes.
 RUNTIME_FIELDS = frozenset(
-    "data_dir runs_dir clips_dir raft_checkpoint dino_checkpoint dino_cache lam_from variant device data_on_gpu "
-    "compile compile_mode eval_envs log_every checkpoint_every track wandb_project".split()
+    "variant device data_on_gpu compile compile_mode eval_envs log_every checkpoint_every track wandb_project".split()
 )
-
 LONGEST_NAME = 180  # of a variant, in characters
 
-# What a run may change against the one that it takes its latent action model from (`lam_from` is known by its weights).
-LATER_STAGES = ("policy_", "decoder_", "eval_", "num_labels")
+
+def method_scripts() -> list[str]:
+    """The names of the method scripts, without ``.py``: the files beside `common/` with the methods' marked regions."""
+    mark = "# --- method: about ---"
+    return sorted(path.stem for path in ROOT.glob("*.py") if path.read_text(encoding="utf-8").startswith(mark))
 
 
-def check_at_least(args: Any, least: int, *names: str) -> None:
-    """Raises UserError for a field that is given and below `least`."""
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and value < least:
-            raise UserError(f"--{name.replace('_', '-')} is {value}, must be at least {least}")
+def is_runtime(field: dataclasses.Field[Any]) -> bool:
+    """Whether a field of a script's arguments has no influence on the numbers."""
+    return field.name in RUNTIME_FIELDS or "Path" in str(field.type)
 
 
 def variant_name(args: Any, default: Any) -> str:
     """Names what `args` changes against the defaults of its environment, for the run directory: ``default`` or
-    ``no-loss-mask_latent-dim=64``. Seed, environment and runtime fields have their own place and are left out.
+    ``no-loss-mask_latent-dim=64``. Seed, environment and runtime fields have their own place and are left out; of
+    several label budgets the largest counts.
     """
     if args.variant:
         return args.variant
-    source = getattr(args, "lam_from", None)
-    parts = ["quick"] if args.quick and source is None else []
-    if source is not None:  # whose name says what the model is
-        parts.append(f"lam-from={source.resolve().parent.name}")
+    parts = ["quick"] if args.quick else []
     for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
-        if field.name in RUNTIME_FIELDS | {"env", "seed", "quick"} or value == getattr(default, field.name):
-            continue
-        if source is not None and not field.name.startswith(LATER_STAGES):
+        value, usual = getattr(args, field.name), getattr(default, field.name)
+        if field.name == "num_labels":
+            value, usual = max(value), max(usual)
+        if is_runtime(field) or field.name in ("env", "seed", "quick") or value == usual:
             continue
         name = field.name.replace("_", "-")
         parts.append((name if value else f"no-{name}") if isinstance(value, bool) else f"{name}={value}")
@@ -138,26 +136,28 @@ def variant_name(args: Any, default: Any) -> str:
     return name
 
 
+def of_budget(name: str, num_labels: int, args: Any) -> str:
+    """The name of a stage of one label budget: the largest has the plain one, which runs with a single budget use."""
+    return name if num_labels == max(args.num_labels) else f"{name}-{num_labels}"
+
+
 def jsonable(args: Any) -> dict[str, Any]:
-    """The dataclass `args` as JSON values (paths as strings)."""
-    return {key: str(value) if isinstance(value, Path) else value for key, value in dataclasses.asdict(args).items()}
+    """The dataclass `args` as JSON values (paths as strings, tuples as lists)."""
+    return json.loads(json.dumps(dataclasses.asdict(args), default=str))
 
 
 class Run:
     """The directory of one run: refuses other arguments, keeps metrics and checkpoints, resumes.
 
     Args:
-        args: the script's arguments; needs ``env``, ``seed``, ``runs_dir``, ``track`` and ``wandb_project``.
+        args: the script's arguments; needs ``env``, ``seed``, ``runs_dir``, ``track`` and ``wandb_project``. Label
+            budgets that the run had before are added to ``num_labels``.
         script: the script's name without ``.py``.
         variant: the folder between environment and seed.
-        identity: further values that must be the same when the run goes on (the dataset hash).
-
-    With ``args.lam_from``, the directory of a finished run, the stages up to the latent action model are that run's; so
-    is the latent policy, unless its arguments differ.
+        identity: further values that must be the same when the run is resumed (hashes of the data).
 
     Raises:
-        UserError: the directory was made with other arguments, or another process uses it; the run in
-            ``args.lam_from`` is not finished, or differs in what its latent action model depends on.
+        UserError: the directory was made with other arguments, or another process uses it.
     """
 
     def __init__(self, args: Any, script: str, variant: str, identity: dict[str, Any]) -> None:
@@ -171,126 +171,85 @@ class Run:
             raise UserError(f"another process is writing to {self.dir}; wait for it or choose --variant") from None
         for leftover in self.dir.rglob(".*.part*"):  # of a process that was killed while it wrote
             leftover.unlink()
-        self.about: dict[str, Any] = {}  # what a method adds to the result
-        source = getattr(args, "lam_from", None)
-        taken = [] if source is None or self._keep_held(Path(source)) else self._held_fixed(Path(source))
         self._check_args()
-        for path in taken:
-            self._take(path)
+        self.about: dict[str, Any] = {}  # what a method adds to the result
+        self.costs: dict[str, dict[str, float]] = {}  # seconds and more of each stage
         self.commit, self.versions = git_commit(), versions()
-        self.passed: set[str] = set()  # stages and caches that this process found or made
+        self._complete: set[str] = set()  # stages and tables that this process read or wrote
         self.metrics_path = self.dir / "metrics.jsonl"
-        self._metrics = open(self.metrics_path, "a")
+        self._metrics = open(self.metrics_path, "a", encoding="utf-8")
         self.wandb = None
         if args.track:
             self._start_wandb()
 
+    @classmethod
+    def open(cls, args: Any, script: str, default: Any, train_set: Any, test_set: Any, device: Any) -> Run:
+        """The run of a command: its name is what `args` changes against `default`, its identity the data it sees."""
+        if train_set.image_size != test_set.image_size:
+            raise UserError(
+                f"the frames of {train_set.folder} have {train_set.image_size} pixels, those of {test_set.folder} "
+                f"{test_set.image_size}: make one of them again with make_dataset.py"
+            )
+        identity = {
+            "train_hash": train_set.hash,
+            "test_hash": test_set.hash,
+            "mask_hash": train_set.mask_hash + test_set.mask_hash,
+            "device_type": device.type,
+        }
+        run = cls(args, script, variant_name(args, default), identity)
+        print(f"{script}: {run.dir} on {device}, {train_set.num_transitions:,} transitions for training", flush=True)
+        if run.is_finished():
+            shutil.rmtree(run.dir / "tables", ignore_errors=True)
+            print(f"finished before; {run.dir / 'result.json'} has the result")
+        return run
+
+    def is_finished(self) -> bool:
+        """Whether the result is there, for all label budgets that are asked for."""
+        path = self.dir / "result.json"
+        if not path.exists():
+            return False
+        try:
+            decoders = json.loads(path.read_text(encoding="utf-8"))["decoders"]
+        except (json.JSONDecodeError, KeyError):
+            raise UserError(f"{path} is damaged; remove it and rerun the command to make it again") from None
+        return {decoder["num_labels"] for decoder in decoders} >= set(self.args.num_labels)
+
     def _check_args(self) -> None:
         path = self.dir / "args.json"
         new = jsonable(self.args) | self.identity
-        if not path.exists():
-            write_json(path, new)
-            return
-        try:
-            old = json.loads(path.read_text())
-        except json.JSONDecodeError:
-            raise UserError(f"{path} is damaged; remove {self.dir} and repeat the command") from None
-        bound = {key for key in old if key.endswith("_hash") and key not in new} - {"lam_from_hash"}  # see `bind`
-        lines = [
-            f"  {key}: {old.get(key)!r} there, {new.get(key)!r} now"
-            for key in sorted(old.keys() | new.keys())
-            if key not in RUNTIME_FIELDS | bound and old.get(key) != new.get(key)
-        ]
-        if lines:
-            raise UserError(
-                f"{self.dir} was made with other arguments:\n" + "\n".join(lines) + "\n"
-                "Use the same arguments to go on, --variant NAME for a new run, or remove the directory."
-            )
-
-    def _keep_held(self, source: Path) -> bool:
-        """True for a finished run whose source is gone: its model stays the one that it has."""
-        if (source / "lam.pt").exists() or not (self.dir / "result.json").exists():
-            return False
-        with contextlib.suppress(OSError, json.JSONDecodeError, KeyError):
-            known = json.loads((self.dir / "args.json").read_text())
-            self.identity = self.identity | {"lam_from_hash": known["lam_from_hash"]}
-            return True
-        return False
-
-    def _held_fixed(self, source: Path) -> list[Path]:
-        """The files of a finished run whose stages are not trained again; what they depend on becomes part of the
-        identity. UserError if that run is not finished or was made with something else.
-        """
-        if source.resolve() == self.dir.resolve():
-            raise UserError(f"--lam-from {source} is this run's own directory; name another run, or choose --variant")
-        try:
-            result = json.loads((source / "result.json").read_text())
-            there = json.loads((source / "args.json").read_text())
-        except (OSError, json.JSONDecodeError):
-            raise UserError(
-                f"--lam-from {source}: no finished run here; finish it first, or name the directory that has its "
-                "result.json"
-            ) from None
-        if result["script"] != self.script:
-            raise UserError(f"--lam-from {source}: a run of {result['script']}.py, not of {self.script}.py")
-        if "lam_from_hash" in there:
-            raise UserError(
-                f"--lam-from {source}: this run took its latent action model from another one; name that one, "
-                f"{result['lam_from']['run']}"
-            )
-        here = jsonable(self.args) | self.identity
-        bound = {key: value for key, value in there.items() if key.endswith("_hash") and key not in here}
-        differ = [key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)]
-        lines = [
-            f"  {key}: {there.get(key)!r} there, {here.get(key)!r} now"
-            for key in differ
-            if key not in RUNTIME_FIELDS | bound.keys() and not key.startswith(LATER_STAGES)
-        ]
-        if lines:
-            raise UserError(
-                f"--lam-from {source}: its latent action model depends on what is different now:\n"
-                + "\n".join(lines)
-                + "\nUse the same values, or train a model with these without --lam-from."
-            )
-        same_policy = not any(key.startswith("policy_") for key in differ)
-        stages = [name for name in ("slots", "lam", *(["bc"] if same_policy else [])) if name in result["stages"]]
-        files = [source / f"{stage}.pt" for stage in stages]
-        files += [source / name for name in ("slots.json", "slots.png") if "slots" in stages]
-        gone = [path.name for path in files if not path.exists()]
-        if gone:
-            raise UserError(
-                f"--lam-from {source}: {', '.join(gone)} is gone; take another run, or train that one again"
-            )
-        with open(source / "lam.pt", "rb") as file:
-            self.identity = self.identity | bound | {"lam_from_hash": hashlib.file_digest(file, "sha256").hexdigest()}
-        self.about["lam_from"] = {
-            "run": str(source),
-            "commit": result["commit"],
-            "num_labels": there["num_labels"],
-            "stages": stages,
-        }
-        return files
-
-    def _take(self, path: Path) -> None:
-        """Gives this run a file of another one, if it has not got it: as a second name, or as a copy."""
-        if (self.dir / path.name).exists():
-            return
-        with atomic_path(self.dir / path.name) as temporary:
+        if path.exists():
             try:
-                os.link(path, temporary)
-            except OSError:
-                shutil.copyfile(path, temporary)
+                old = json.loads(path.read_text(encoding="utf-8"))
+            except json.JSONDecodeError:
+                raise UserError(f"{path} is damaged; remove {self.dir} and repeat the command") from None
+            # What `add_identity` will compare, as it is not known yet.
+            new |= {key: value for key, value in old.items() if key.endswith("_hash") and key not in new}
+            runtime = {field.name for field in dataclasses.fields(self.args) if is_runtime(field)}
+            lines = differences(old, new | {key: old.get(key) for key in (*runtime, "num_labels")})
+            if max(old["num_labels"]) != max(new["num_labels"]):  # of which the latent action model may depend
+                lines.append(f"num_labels: {old['num_labels']} -> {new['num_labels']}")
+            if lines:
+                raise UserError(
+                    f"{self.dir} was made with other arguments:\n  " + "\n  ".join(lines) + "\n"
+                    "Use the same arguments to resume, --variant NAME for a new run, or remove the directory."
+                )
+            self.args.num_labels = tuple(sorted({*old["num_labels"], *new["num_labels"]}))
+            new["num_labels"] = list(self.args.num_labels)
+        write_json(path, new)
 
-    def bind(self, name: str, value: str) -> None:
-        """Adds a value that is known only now to what must be the same when the run goes on. UserError if it is not."""
+    def add_identity(self, name: str, value: str) -> None:
+        """Adds a hash that is known only now to what must be the same when the run is resumed. UserError if it is not.
+
+        name: ends in `_hash`.
+        """
         self.identity[name] = value
-        known = json.loads((self.dir / "args.json").read_text())
-        if known.setdefault(name, value) != value:
+        args = json.loads((self.dir / "args.json").read_text(encoding="utf-8"))
+        if args.setdefault(name, value) != value:
             raise UserError(
-                f"{self.dir} was made with another {name}: {known[name]!r} there, {value!r} now; use that one, or "
-                "train under another --variant"
+                f"{self.dir} was made with another {name}: {args[name]!r} -> {value!r}; use that one, or train under "
+                "another --variant"
             )
-        write_json(self.dir / "args.json", known)
+        write_json(self.dir / "args.json", args)
 
     def _start_wandb(self) -> None:
         try:
@@ -323,18 +282,18 @@ class Run:
     def read_metrics(self) -> list[dict[str, float]]:
         """All lines of ``metrics.jsonl``; a line torn by a kill is left out."""
         lines = []
-        for line in self.metrics_path.read_text().splitlines():
+        for line in self.metrics_path.read_text(encoding="utf-8").splitlines():
             with contextlib.suppress(json.JSONDecodeError):
                 lines.append(json.loads(line))
         return lines
 
-    def rewind_metrics(self, stage: str, step: int) -> None:
+    def _rewind_metrics(self, stage: str, step: int) -> None:
         """Drops the lines of `stage` after `step`, which the resumed run writes again."""
         lines = [line for line in self.read_metrics() if not (line["stage"] == stage and line["step"] > step)]
         self._metrics.close()
         with atomic_path(self.metrics_path) as temporary:
-            temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        self._metrics = open(self.metrics_path, "a")
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        self._metrics = open(self.metrics_path, "a", encoding="utf-8")
 
     # Checkpoints
 
@@ -345,9 +304,12 @@ class Run:
         """
         path = self.dir / "checkpoints" / f"{stage}-{step:08d}.pt"
         self._write(path, stage, step, state)
-        for old in sorted(path.parent.glob(f"{stage}-*.pt"))[:-2]:
+        for old in self._checkpoints(stage)[:-2]:
             old.unlink()
         return path
+
+    def _checkpoints(self, stage: str) -> list[Path]:
+        return sorted((self.dir / "checkpoints").glob(f"{stage}-{'[0-9]' * 8}*.pt"))
 
     def restore(self, stage: str) -> dict[str, Any] | None:
         """The newest readable checkpoint of an unfinished stage, or None. A broken one is reported and set aside.
@@ -355,79 +317,102 @@ class Run:
         Raises:
             UserError: there are results of later stages, which were made from another outcome of this one.
         """
-        files = [*self.dir.glob("*.pt"), *self.dir.glob("*.npy")]
-        later = sorted(path.name for path in files if path.stem not in self.passed)
+        # Decoders of several label budgets ("decoder", "decoder-2000") do not depend on each other.
+        later = [path for path in self._later_files() if path.stem.split("-")[0] != stage.split("-")[0]]
         if later:
+            names = ", ".join(sorted(path.name for path in later))
             raise UserError(
-                f"{self.dir / stage}.pt is gone, but {', '.join(later)} were made from it; remove them too, or train "
-                "again under another --variant"
+                f"{self.dir / stage}.pt is missing, but {names} were made from it; remove them too, or train again "
+                "under another --variant"
             )
-        for path in sorted((self.dir / "checkpoints").glob(f"{stage}-*.pt"), reverse=True):
+        for path in reversed(self._checkpoints(stage)):
             try:
                 state = self._read(path)
             except UserError as error:
                 print(f"warning: {error}; using the checkpoint before it", file=sys.stderr)
                 path.rename(path.with_suffix(".broken"))
                 continue
-            self.rewind_metrics(stage, state["step"])
+            self._rewind_metrics(stage, state["step"])
             return state
-        self.rewind_metrics(stage, 0)
+        self._rewind_metrics(stage, 0)
         return None
 
-    def finish(self, stage: str, step: int, state: dict[str, Any]) -> None:
+    def _later_files(self) -> list[Path]:
+        """Files of stages that this process has not come to yet."""
+        files = [*self.dir.glob("*.pt"), *self.dir.glob("tables/*.pt")]
+        return [path for path in files if path.stem not in self._complete]
+
+    def finish(self, stage: str, step: int, state: dict[str, Any], folder: str = ".") -> None:
         """Writes ``<stage>.pt``, which marks the stage as finished, and removes its checkpoints."""
-        self._write(self.dir / f"{stage}.pt", stage, step, state)
-        self.passed.add(stage)
-        for old in (self.dir / "checkpoints").glob(f"{stage}-*"):
+        self._write(self.dir / folder / f"{stage}.pt", stage, step, state)
+        self._complete.add(stage)
+        self.costs[stage] = state["cost"]
+        for old in (self.dir / "checkpoints").glob(f"{stage}-{'[0-9]' * 8}*"):
             old.unlink()
 
-    def finished(self, stage: str) -> dict[str, Any] | None:
+    def finished(self, stage: str, folder: str = ".") -> dict[str, Any] | None:
         """The state of a finished stage, or None.
 
         Raises:
             UserError: the file is damaged.
         """
-        path = self.dir / f"{stage}.pt"
+        path = self.dir / folder / f"{stage}.pt"
         if not path.exists():
             return None
         try:
             state = self._read(path)
-            self.passed.add(stage)
-            return state
         except UserError as error:
-            files = [found for kind in ("*.pt", "*.npy") for found in self.dir.glob(kind)]
-            later = sorted((found.stat().st_mtime, found.name) for found in files if found.stem not in self.passed)
+            later = sorted((file.stat().st_mtime, str(file.relative_to(self.dir))) for file in self._later_files())
             raise UserError(
                 f"{error}; remove it and the later ones of {', '.join(name for _, name in later)}, then repeat the "
                 "command to train from there"
             ) from None
+        self._complete.add(stage)
+        self.costs[stage] = state["cost"]
+        return state
+
+    def once(self, name: str, compute: Callable[[], Any]) -> Any:
+        """What `compute` gives, from ``tables/`` if it was computed before; removed when the run is finished.
+
+        A tensor, or what else `torch.load(weights_only=True)` reads. A kill meanwhile costs the computation.
+        """
+        state = self.finished(name, "tables")
+        if state is None:
+            start = time.monotonic()
+            state = {"value": compute()}
+            state["cost"] = {"seconds": time.monotonic() - start}
+            self.finish(name, 0, state, "tables")
+        return state["value"]
 
     def not_finite(self, stage: str, update: int, episodes: list[int], saved: int) -> UserError:
         """The error of a loss or weights that are not finite; saved: update of the newest checkpoint, 0 without one."""
-        flag = {"slots": "--slot-lr", "lam": "--lam-lr", "bc": "--policy-lr", "decoder": "--decoder-lr"}.get(
-            stage, "learning rate"
-        )
+        rates = [field.name for field in dataclasses.fields(self.args) if field.name.endswith("_lr")]
+        flags = [f"--{rate.replace('_', '-')}" for rate in rates if stage.startswith(rate.removesuffix("_lr"))]
         good = f"at update {saved} in {self.dir / 'checkpoints'}" if saved else "the stage's start"
         return UserError(
             f"{stage}: loss or weights are not finite at update {update}, episodes {episodes}. The last good "
-            f"checkpoint is {good}; a lower {flag} may help, which starts a new run, or make_dataset.py --verify if "
-            "the data is damaged."
+            f"checkpoint is {good}; a lower {' or '.join(flags) or 'learning rate'} may help, which starts a new run, "
+            "or make_dataset.py --verify if the data is damaged."
         )
 
     def write_result(self, metrics: dict[str, float | None], **about: Any) -> None:
-        """Writes ``result.json``, which marks the run as finished, and prints the metrics."""
+        """Writes ``result.json``, which marks the run as finished, prints the metrics and removes the tables."""
         result = {
             "script": self.script,
             "env": self.args.env,
             "variant": self.variant,
             "seed": self.args.seed,
             "metrics": metrics,
+            "seconds": {name: cost["seconds"] for name, cost in self.costs.items()},
+            "stages": self.costs,
+            "peak_memory_gib": max(cost.get("peak_memory_gib", 0) for cost in self.costs.values()),
             "args": jsonable(self.args),
             "commit": self.commit,
             "versions": self.versions,
             "machine": machine(),
         }
         write_json(self.dir / "result.json", result | self.about | about)
+        shutil.rmtree(self.dir / "tables", ignore_errors=True)
         for name, value in metrics.items():
             print(f"{name:26} {'-' if value is None else f'{value:.4f}'}")
         print(f"result: {self.dir / 'result.json'}", flush=True)
@@ -435,14 +420,13 @@ class Run:
     def _write(self, path: Path, stage: str, step: int, state: dict[str, Any]) -> None:
         import torch
 
-        wandb_id = self.wandb.id if self.wandb is not None else None
         about = {
             "stage": stage,
             "step": step,
             "args": jsonable(self.args) | self.identity,
             "commit": self.commit,
             "versions": self.versions,
-            "wandb_id": wandb_id,
+            "wandb_id": self.wandb.id if self.wandb is not None else None,
         }
         with atomic_path(path) as temporary:
             try:

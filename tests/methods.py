@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from common.dataset import Dataset, Sampler
+from common.dataset import Dataset, LabelledSampler, Sampler
 
 SCRIPTS = ("lapo", "laom_labels", "laof", "lapo_slots", "masklam")
 CPU = torch.device("cpu")
 TINY = {"policy_scale": 1, "batch_size": 16, "latent_dim": 16}
 OWN: dict[str, dict[str, Any]] = {
     "lapo": {"idm_scale": 1, "fdm_scale": 1},
-    "laom_labels": {"idm_scale": 1, "head_dim": 32, "num_labels": 40},
+    "laom_labels": {"idm_scale": 1, "head_dim": 32, "num_labels": (40,)},
     "laof": {"idm_scale": 1, "world_model_width": 4},
     "lapo_slots": {"slot_dim": 8, "renderer_dim": 16, "lam_dim": 32},
     "masklam": {"idm_scale": 1, "fdm_scale": 1},
@@ -56,13 +56,9 @@ def build(script: str, size: int = 32, seed: int = 0, action_dim: int = 6, **cha
     module = importlib.import_module(script)
     args = module.Args(**(TINY | OWN[script] | changes))
     torch.manual_seed(seed)
+    model = module.LatentActionModel(args, size, action_dim).apply(module.orthogonal_init)
     if script == "laom_labels":
-        model = module.LatentActionModel(args, size, action_dim).apply(module.orthogonal_init)
         model.reset_target()
-    elif script == "lapo_slots":
-        model = module.LatentActionModel(args).apply(module.orthogonal_init)
-    else:
-        model = module.LatentActionModel(args, size).apply(module.orthogonal_init)
     return module, args, model
 
 
@@ -127,13 +123,14 @@ def lam_sampler(script: str, args: Any, dataset: Dataset) -> Any:
     options: dict[str, Any] = {"max_offset": getattr(args, "max_offset", 1), "seed": args.seed, "device": CPU}
     if script == "laof":
         attach_planted_flow(dataset)
-        return Sampler(dataset, args.batch_size, masks=True, extra="raft", **options)
+        return Sampler(dataset, args.batch_size, fields=("frames", "masks", "raft"), **options)
     if script == "lapo_slots":
         attach_planted_slots(dataset, args)
-        return Sampler(dataset, args.batch_size, **options)
+        return Sampler(dataset, args.batch_size, fields=("slots",), **options)
     if script == "laom_labels":
-        return importlib.import_module(script).labelled_sampler(dataset, args, device=CPU)
-    return Sampler(dataset, args.batch_size, masks=True, **options)
+        labelled = dataset.labelled(max(args.num_labels), args.seed)
+        return LabelledSampler(dataset, labelled, args.batch_size, **options)
+    return Sampler(dataset, args.batch_size, fields=("frames", "masks"), **options)
 
 
 def lam_training(
@@ -155,8 +152,7 @@ def lam_training(
         if script == "laom_labels":
             model.move_target(args.target_rate)
 
-    clip = getattr(args, "lam_clip", None)
-    stage = (run, args, "lam", model, module.lam_loss, sampler, updates, args.lam_lr, clip, probe, after_update)
+    stage = (run, args, "lam", model, module.lam_loss, sampler, updates, args.lam_lr, args.lam_clip, probe, after_update)
     module.train(*stage)
     sampler.close()
     run.close()

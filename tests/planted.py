@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from common.distractors import DistractorConfig, clips_digest
-from common.shards import ShardWriter
+from common.shards import frame_schema, write_shard
 from common.tasks import get_task
 
 
@@ -99,13 +99,14 @@ def write(
         folder.mkdir(parents=True, exist_ok=True)
         rng = np.random.default_rng([number, 7])
         for shard, part in enumerate(np.array_split(np.arange(episodes), shards)):
-            frames = sum(steps[index] + 1 for index in part)
-            with ShardWriter(folder / f"{shard:05d}.h5", plan, shard, frames, len(part)) as writer:
-                for index in part.tolist():
-                    arrays = episode(rng, steps[index], size, action_dim, moving)
-                    if success is not None:
-                        arrays["success"] = np.zeros(steps[index] + 1, bool)
-                        arrays["success"][steps[index] - 1] = split == "test" or success[index]
-                    writer.append(arrays, seed=index)
-                writer.commit()
+            rolled = []
+            for index in part.tolist():
+                arrays = episode(rng, steps[index], size, action_dim, moving)
+                if success is not None:
+                    arrays["success"] = np.zeros(steps[index] + 1, bool)
+                    arrays["success"][steps[index] - 1] = split == "test" or success[index]
+                rolled.append(arrays)
+            whole = {name: np.concatenate([arrays[name] for arrays in rolled]) for name in frame_schema(plan)}
+            whole["episode_start"] = np.cumsum([0] + [len(arrays["action"]) for arrays in rolled])
+            write_shard(folder / f"{shard:05d}.h5", plan, whole, {"seed": part.tolist()})
     return data_dir

@@ -17,7 +17,8 @@ from methods import CPU, SCRIPTS, build, double_precision, lam_training
 import lapo
 import masklam
 from common import evaluation
-from common.dataset import Batch, Dataset, Sampler, sequential, unpack_masks
+from common.dataset import Batch, Dataset, Sampler, sequential
+from common.masks import unpack_masks
 
 ROOT = Path(__file__).parents[1]
 

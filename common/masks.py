@@ -1,0 +1,47 @@
+"""Masks on the device: unpacked from bits, grown or shrunk, and hidden behind a rectangle."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def unpack_masks(packed: Tensor, height: int, width: int) -> Tensor:
+    """Bit-packed uint8 (..., H*W/8) -> float32 (..., 1, H, W) of zeros and ones."""
+    shift = torch.arange(7, -1, -1, dtype=torch.uint8, device=packed.device)
+    bits = (packed.unsqueeze(-1) >> shift) & 1
+    return bits.view(*packed.shape[:-1], 1, height, width).float()
+
+
+def dilate(masks: Tensor, pixels: int) -> Tensor:
+    """Grows masks (B, F, 1, H, W) by that many pixels with a square element; a negative number shrinks them."""
+    width = abs(pixels)
+    sign = 1 if pixels > 0 else -1  # eroding the agent is dilating the rest
+    size = (1, 2 * width + 1, 2 * width + 1)
+    return sign * F.max_pool3d(sign * masks, size, stride=1, padding=(0, width, width))
+
+
+def occlusion(masks: Tensor, fraction: float, noise: Tensor) -> Tensor:
+    """The pixels (B, 1, 1, H, W) under one random rectangle per window, over the agent (the paper's procedure).
+
+    Args:
+        masks: (B, F, 1, H, W) of zeros and ones; the rectangle lies in the bounding box of their union over the window.
+        fraction: area of the rectangle as a share of that box.
+        noise: (B, 3) uniform in [0, 1): aspect ratio exp(U(-1/2, 1/2)), top, left.
+    """
+    union = masks.amax(dim=(1, 2)) > 0.5  # (B, H, W)
+
+    def extent(hit: Tensor) -> tuple[Tensor, Tensor]:  # (B, N) to the first true index and the length up to the last
+        first, behind = hit.float().argmax(1), hit.flip(1).float().argmax(1)
+        return first.float(), torch.where(hit.any(1), hit.shape[1] - behind - first, 0).float()
+
+    (top, box_height), (left, box_width) = extent(union.any(2)), extent(union.any(1))
+    area = fraction * box_height * box_width
+    height = torch.minimum((area * torch.exp(noise[:, 0] - 0.5)).sqrt(), box_height)
+    width = torch.minimum(area / height.clamp(min=1e-6), box_width)
+    height, width = height.round(), width.round()
+    top = top + (noise[:, 1] * (box_height - height + 1)).floor()
+    left = left + (noise[:, 2] * (box_width - width + 1)).floor()
+    rows, columns = (torch.arange(n, device=masks.device)[None] for n in masks.shape[-2:])
+    inside_rows = (rows >= top[:, None]) & (rows < (top + height)[:, None])
+    inside_columns = (columns >= left[:, None]) & (columns < (left + width)[:, None])
+    return (inside_rows[:, :, None] & inside_columns[:, None, :])[:, None, None]
