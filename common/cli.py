@@ -154,6 +154,17 @@ def cli(main: Callable[[Any], None], default: Any) -> None:
         sys.exit(1)
 
 
+class _Lines:
+    """A file for tqdm that gets lines, not a bar that is drawn over itself: for logs."""
+
+    def write(self, text: str) -> None:
+        if text.strip():
+            print(text.strip(), file=sys.stderr, flush=True)
+
+    def flush(self) -> None:
+        pass
+
+
 class Progress(tqdm):
     """A progress bar with rate and ETA; where the output is no terminal, a line every 20 seconds.
 
@@ -164,13 +175,12 @@ class Progress(tqdm):
     """
 
     def __init__(self, name: str, total: int, unit: str, done: int = 0) -> None:
-        terminal = sys.stderr.isatty()
-        seconds = 0.1 if terminal else 20.0
-        lines = "{desc}: {n_fmt}/{total_fmt}{unit}, {rate_fmt}, ETA {remaining}{postfix}\n"
-        super().__init__(
-            desc=name, total=total, unit=f" {unit}", initial=done, mininterval=seconds, maxinterval=seconds,
-            bar_format=None if terminal else lines,
-        )  # fmt: skip
+        options: dict[str, Any] = {"desc": name, "total": total, "unit": f" {unit}", "initial": done}
+        if not sys.stderr.isatty():
+            line = "{desc}: {n_fmt}/{total_fmt}{unit}, {rate_noinv_fmt}, ETA {remaining}{postfix}"
+            # A delay, however short, leaves out the line that says that nothing is done yet.
+            options |= {"file": _Lines(), "bar_format": line, "delay": 1e-9, "mininterval": 20, "maxinterval": 20}
+        super().__init__(**options)
 
     def update(self, count: int = 1, note: str | None = None) -> None:
         """Counts `count` more units; `note` replaces the numbers shown beside the rate."""
