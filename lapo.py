@@ -26,15 +26,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import evaluation, pictures, runs
+from common import evaluation, runs
 from common.cli import Count, NotNegative, Positive, Seed, Stopped, cli, env_and_quick, stop_requested
 from common.dataset import Batch, Dataset, Sampler, TensorSampler, normalise, updates_for
-from common.masks import unpack_masks
 from common.tasks import get_task
 from common.training import Meter, load_training_state, training_state
 
 # isort: split
 # --- method: imports ---
+from common import pictures
+from common.masks import unpack_masks
+
 # --- end method ---
 
 

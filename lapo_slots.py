@@ -13,12 +13,12 @@ It breaks where the agent changes its slot; slots.png shows it, result.json coun
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,16 +27,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import evaluation, pictures, runs
-from common.cache import cached, remove_cached
-from common.dataset import Batch, Dataset, Sampler, TensorSampler, normalise, sequential, unpack_masks, updates_for
-from common.errors import UserError
+from common import evaluation, runs
+from common.cli import Count, NotNegative, Positive, Seed, Stopped, cli, env_and_quick, stop_requested
+from common.dataset import Batch, Dataset, Sampler, TensorSampler, normalise, updates_for
 from common.tasks import get_task
+from common.training import Meter, load_training_state, training_state
 
+# isort: split
 # --- method: imports ---
-import json
-from common.dino import Features
-from common.slots import agent_report, attach_slot, check_labelled, follow_split, masked, probe_slots, watch
+from typing import Annotated
+
+from common.cli import Range, UserError
+from common.dino import FeatureSampler, load_dino, weights_hash
+from common.slots import GRUCell, agent_report, attach_slot, check_labelled, draw_slots, probe_slots
+
 # --- end method ---
 
 
@@ -44,141 +48,134 @@ from common.slots import agent_report, attach_slot, check_labelled, follow_split
 class Args:
     env: str = "cheetah-run"
     """task to train on; common/tasks.py lists all fourteen"""
-    seed: int = 1
+    seed: Seed = 1
     """seed of the initial weights, the order of the data and the choice of labels"""
     quick: bool = False
     """small networks and a short schedule for a CPU with two cores; the code path stays the same"""
     distractors: bool = True
     """train and evaluate on the distractor render; --no-distractors takes the clean one"""
-    data_dir: Path = Path("data")
-    """folder of the datasets that make_dataset.py wrote"""
-    runs_dir: Path = Path("runs")
-    """folder of the run directories"""
-    variant: str = ""
-    """name of this variant's run directory; empty: made from the arguments that differ from the defaults"""
-    lam_from: Path | None = None
-    """directory of a finished run whose latent action model this one uses, and whose policy if it is to be the same"""
-    latent_dim: int = 128
+    num_labels: tuple[Count, ...] = (128_000,)
+    """labelled transitions, drawn by whole episodes; several budgets train a decoder each"""
+    latent_dim: Count = 128
     """dimension d_z of the latent action"""
-    policy_scale: int = 4
+    policy_scale: Count = 4
     """channel multiplier of the latent policy's encoder"""
-    batch_size: int = 512
+    batch_size: Count = 512
     """transitions in one update, all stages"""
-    lam_epochs: float = 2
+    lam_epochs: Positive = 2
     """latent action model: passes over the train split"""
-    lam_updates: int | None = None
+    lam_updates: Count | None = None
     """latent action model: updates; None: from lam_epochs"""
-    lam_lr: float = 6e-4
+    lam_lr: Positive = 6e-4
     """latent action model: peak learning rate"""
-    policy_epochs: float = 2
+    lam_clip: Positive | None = None
+    """latent action model: largest norm of the gradient; None: any"""
+    policy_epochs: Positive = 2
     """latent policy: passes over the train split"""
-    policy_updates: int | None = None
+    policy_updates: Count | None = None
     """latent policy: updates; None: from policy_epochs"""
-    policy_lr: float = 4e-4
+    policy_lr: Positive = 4e-4
     """latent policy: peak learning rate"""
-    policy_clip: float | None = None
+    policy_clip: Positive | None = None
     """latent policy: largest norm of the gradient; None: any"""
-    decoder_updates: int = 25_000
+    decoder_updates: Count = 25_000
     """action decoder: updates"""
-    decoder_lr: float = 1e-3
+    decoder_lr: Positive = 1e-3
     """action decoder: peak learning rate"""
-    decoder_clip: float | None = 1.0
+    decoder_clip: Positive | None = 1.0
     """action decoder: largest norm of the gradient; None: any"""
-    decoder_dim: int = 256
+    decoder_dim: Count = 256
     """action decoder: hidden units of its two layers"""
-    num_labels: int = 128_000
-    """labelled transitions, drawn by whole episodes"""
-    probe_weight: float = 0.01
+    probe_weight: NotNegative = 0.01
     """weight of the linear action probe that only watches: it sees z detached"""
-    weight_decay: float = 0.01
+    weight_decay: NotNegative = 0.01
     """decoupled weight decay of AdamW"""
-    eval_episodes: int = 100
+    eval_episodes: Count = 100
     """episodes of the decoded policy on held-out backgrounds"""
-    eval_steps: int | None = None
+    eval_steps: Count | None = None
     """steps per evaluation episode; None: the task's"""
-    eval_envs: int = 16
-    """environments that run in parallel during evaluation, one process each"""
-    clips_dir: Path | None = None
-    """folder of the background clips that made the dataset, for the evaluation; None: data/DAVIS"""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """where to train; auto takes the GPU if there is one"""
-    data_on_gpu: Literal["auto", "always", "never"] = "auto"
-    """keep what batches hold on the GPU; auto: if enough of its memory is left for training"""
-    compile: bool = torch.cuda.is_available()
-    """torch.compile the update"""
-    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
-    """mode of torch.compile"""
-    log_every: int = 100
-    """updates between two lines of metrics"""
-    checkpoint_every: int = 2000
-    """updates between two checkpoints"""
-    track: bool = False
-    """send the metrics to Weights & Biases too"""
-    wandb_project: str = "masklam"
-    """project on Weights & Biases"""
     # --- method: hyperparameters ---
-    slot_updates: int = 25_000
+    slot_updates: Count = 25_000
     """slot pre-training: updates, each on batch_size clips of four frames"""
-    slot_lr: float = 3e-4
+    slot_lr: Positive = 3e-4
     """slot pre-training: peak learning rate"""
-    slot_warmup: int = 1250
+    slot_warmup: Annotated[int, Range(0)] = 1250
     """slot pre-training: updates, at most half, in which the rate rises from zero; then it is halved until the end"""
-    slot_clip: float = 0.05
+    slot_clip: Positive = 0.05
     """slot pre-training: largest norm of the gradient"""
-    num_slots: int = 4
+    num_slots: Annotated[int, Range(2)] = 4
     """slots per frame"""
-    slot_dim: int = 128
-    """dimension of a slot"""
-    slot_iterations: int = 3
+    slot_dim: Count = 128
+    """dimension of a slot, a multiple of 4"""
+    slot_iterations: Count = 3
     """rounds of slot attention per frame"""
-    renderer_dim: int = 1024
+    renderer_dim: Count = 1024
     """hidden units of the decoder's three layers"""
-    similarity_weight: float = 0.1
+    similarity_weight: NotNegative = 0.1
     """weight of the loss on temporal feature similarity"""
-    similarity_temperature: float = 0.075
+    similarity_temperature: Positive = 0.075
     """temperature of that similarity"""
     dino_model: str = "vit_base_patch14_dinov2.lvd142m"
     """timm's name of the frozen Vision Transformer"""
     dino_weights: Literal["pretrained", "random"] = "pretrained"
     """random: seeded random weights, to try the code out"""
     dino_checkpoint: Path | None = None
-    """its weights, as timm or DINOv2's authors save them; None: features that are there, or the Hugging Face hub's"""
-    dino_image_size: int = 224
+    """its weights, as timm or DINOv2's authors save them; None: the Hugging Face hub's"""
+    dino_image_size: Count = 224
     """height and width of the frames for it; a multiple of its patches' 14 pixels"""
-    dino_cache: bool = True
-    """keep the features beside the shards if the disk has room; --no-dino-cache computes them whenever needed"""
-    pca_components: int = 32
+    pca_components: Count = 32
     """slot probing: principal components of a slot"""
-    probe_folds: int = 5
+    probe_folds: Annotated[int, Range(2)] = 5
     """slot probing: parts of the labelled episodes, each predicted from the others"""
-    offset: int = 10
+    offset: Count = 10
     """k of o_{t+k}, which the IDM sees and the FDM predicts; less at the end of an episode"""
-    lam_clip: float = 1.0
-    """latent action model: largest norm of the gradient"""
-    lam_dim: int = 1024
+    lam_dim: Count = 1024
     """hidden units of IDM and FDM"""
-    lam_blocks: int = 3
+    lam_blocks: Count = 3
     """residual blocks of IDM and FDM"""
 
     def __post_init__(self) -> None:
-        runs.check_at_least(self, 1, "slot_updates", "slot_iterations", "renderer_dim", "pca_components", "offset")
-        runs.check_at_least(self, 1, "lam_dim", "lam_blocks")
-        runs.check_at_least(self, 2, "num_slots", "probe_folds")
-        runs.check_at_least(self, 0, "slot_warmup")
-        if self.slot_dim < 4 or self.slot_dim % 4:
-            raise UserError(f"--slot-dim is {self.slot_dim}, must be a multiple of 4")
-        if min(self.similarity_temperature, self.slot_clip, self.lam_clip) <= 0:
-            raise UserError("--similarity-temperature, --slot-clip and --lam-clip must be above 0")
+        if self.slot_dim % 4:
+            raise UserError(f"--slot-dim is {self.slot_dim}, must be a multiple of 4: its attention has four heads")
+
+    # --- end method ---
+    data_dir: Path = Path("data")
+    """folder of the datasets that make_dataset.py wrote"""
+    runs_dir: Path = Path("runs")
+    """folder of the run directories"""
+    clips_dir: Path | None = None
+    """folder of the background clips that made the dataset, for the evaluation; None: data/DAVIS"""
+    variant: str = ""
+    """name of this variant's run directory; empty: made from the arguments that differ from the defaults"""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """where to train; auto takes the GPU if there is one"""
+    data_on_gpu: Literal["auto", "always", "never"] = "auto"
+    """keep what batches hold on the GPU; auto: if enough of its memory is left for training"""
+    eval_envs: Count = 16
+    """environments that run in parallel during evaluation, one process each"""
+    compile: bool = torch.cuda.is_available()
+    """torch.compile the update"""
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
+    """mode of torch.compile"""
+    log_every: Count = 100
+    """updates between two lines of metrics"""
+    checkpoint_every: Count = 2000
+    """updates between two checkpoints"""
+    track: bool = False
+    """send the metrics to Weights & Biases too"""
+    wandb_project: str = "masklam"
+    """project on Weights & Biases"""
 
 
+# --- method: defaults ---
 # What differs from the defaults above on each suite, with --quick, and with --quick on Distracting Meta-World.
 DCS: dict[str, Any] = {"batch_size": 256, "lam_epochs": 1, "lam_lr": 3e-4, "policy_epochs": 1, "policy_lr": 3e-4}
-DCS |= {"policy_clip": 1.0, "decoder_clip": None}
+DCS |= {"lam_clip": 1.0, "policy_clip": 1.0, "decoder_clip": None}
 DMW = DCS | {"batch_size": 128, "lam_epochs": 4, "lam_lr": 1.5e-4, "policy_epochs": 4, "policy_lr": 1.5e-4}
 DMW |= {"num_slots": 3}
 QUICK = {"policy_scale": 1, "batch_size": 32, "slot_updates": 500, "slot_lr": 1e-3, "slot_warmup": 50}
 QUICK |= {"renderer_dim": 256, "lam_dim": 256, "lam_updates": 3000, "lam_lr": 3e-4, "policy_updates": 300}
-QUICK |= {"policy_lr": 1e-3, "decoder_updates": 2000, "num_labels": 5000, "eval_episodes": 4, "eval_envs": 2}
+QUICK |= {"policy_lr": 1e-3, "decoder_updates": 2000, "num_labels": (5000,), "eval_episodes": 4, "eval_envs": 2}
 QUICK |= {"dino_model": "vit_small_patch14_dinov2", "dino_weights": "random", "dino_image_size": 112}
 QUICK |= {"log_every": 20, "checkpoint_every": 100}
 QUICK_DMW = {"policy_updates": 200, "eval_steps": 250}
@@ -197,17 +194,16 @@ def schedule(args: Args, stage: str, step: int, updates: int, epoch: int) -> flo
 
 def defaults(argv: list[str]) -> Args:
     """The defaults for the --env and --quick on the command line; the remaining arguments override them."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--env", default=Args.env)
-    parser.add_argument("--quick", action="store_true")
-    known, _ = parser.parse_known_args(argv)
-    dmw = get_task(known.env).suite == "dmw"
-    changes = (DMW if dmw else DCS) | (QUICK if known.quick else {}) | (QUICK_DMW if dmw and known.quick else {})
-    return replace(Args(), env=known.env, quick=known.quick, **changes)
+    env, quick = env_and_quick(argv, Args.env)
+    dmw = get_task(env).suite == "dmw"
+    changes = (DMW if dmw else DCS) | (QUICK if quick else {}) | (QUICK_DMW if dmw and quick else {})
+    return replace(Args(), env=env, quick=quick, **changes)
 
 
 class ResidualBlock(nn.Module):
     """ReLU, 3x3 convolution, ReLU, 3x3 convolution, plus the input."""
+
+    activation = staticmethod(F.relu)
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -215,7 +211,7 @@ class ResidualBlock(nn.Module):
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.conv2(F.relu(self.conv1(F.relu(x))))
+        return x + self.conv2(self.activation(self.conv1(self.activation(x))))
 
 
 class Impala(nn.Sequential):
@@ -287,7 +283,7 @@ class SlotAttention(nn.Module):
         super().__init__()
         self.norm_inputs, self.norm_slots = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.key, self.value, self.query = (nn.Linear(dim, dim, bias=False) for _ in range(3))
-        self.gru = nn.GRUCell(dim, dim)
+        self.gru = GRUCell(dim)
         self.iterations = iterations
 
     def forward(self, slots: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -295,10 +291,9 @@ class SlotAttention(nn.Module):
         key, value = self.key(inputs), self.value(inputs)
         for _ in range(self.iterations):
             slots = self.norm_slots(slots)  # the GRU's state too, as in VideoSAUR's code
-            attention = (self.query(slots) @ key.mT / math.sqrt(key.shape[-1])).float().softmax(dim=1)  # over the slots
+            attention = (self.query(slots) @ key.mT / math.sqrt(key.shape[-1])).softmax(dim=1)  # over the slots
             weights = attention / (attention.sum(dim=2, keepdim=True) + 1e-8)
-            update = weights.to(value.dtype) @ value
-            slots = self.gru(update.flatten(0, 1), slots.flatten(0, 1)).view_as(slots)
+            slots = self.gru(weights.to(value.dtype) @ value, slots)
         return slots, attention
 
 
@@ -338,20 +333,17 @@ class VideoSaur(nn.Module):
         self.predictor = Block(dim)
         self.decoder = SlotMixer(dim, patches, args.renderer_dim, feature_dim + patches)
 
-    def follow(self, features: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Slots (B, T, K, D), attention (B, T, K, N) and the state (B, K, D) from which the next frame goes on."""
-        state = self.initial.expand(len(features), -1, -1) if state is None else state
-        found = []
-        for inputs in self.project(features).unbind(dim=1):
-            found.append(self.attention(state, inputs))
-            state = self.predictor(found[-1][0])
-        slots, attention = (torch.stack(parts, dim=1) for parts in zip(*found))
-        return slots, attention, state
+    def extract(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Slots (B, K, D) and attention (B, K, N) of frames (B, N, F), each from the learned initial slots."""
+        return self.attention(self.initial.expand(len(features), -1, -1), self.project(features))
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Of every frame the decoded features (B, T, N, F), and logits (B, T, N, N): where its patches go next."""
-        slots, _, _ = self.follow(features)
-        decoded = self.decoder(slots.flatten(0, 1)).unflatten(0, slots.shape[:2])
+        state, slots = self.initial.expand(len(features), -1, -1), []
+        for inputs in self.project(features).unbind(dim=1):
+            slots.append(self.attention(state, inputs)[0])
+            state = self.predictor(slots[-1])
+        decoded = self.decoder(torch.stack(slots, dim=1).flatten(0, 1)).unflatten(0, features.shape[:2])
         return decoded.split([features.shape[-1], features.shape[-2]], dim=-1)
 
 
@@ -375,11 +367,11 @@ class ResidualMLP(nn.Module):
 class LatentActionModel(nn.Module):
     """IDM and FDM on the selected slot now and later, (B, 2, D)."""
 
-    def __init__(self, args: Args) -> None:
+    def __init__(self, args: Args, size: int, action_dim: int) -> None:
         super().__init__()
-        dim, shape = args.slot_dim, (args.lam_dim, args.lam_blocks)
-        self.idm = ResidualMLP(2 * dim, *shape, args.latent_dim)
-        self.fdm = ResidualMLP(dim + args.latent_dim, *shape, dim)
+        dim = args.slot_dim
+        self.idm = ResidualMLP(2 * dim, args.lam_dim, args.lam_blocks, args.latent_dim)
+        self.fdm = ResidualMLP(dim + args.latent_dim, args.lam_dim, args.lam_blocks, dim)
 
     def infer(self, slots: Tensor) -> Tensor:
         """The latent action (B, d_z) between the slot at t and at t + k."""
@@ -395,6 +387,14 @@ class LatentActionModel(nn.Module):
 
 
 # --- method: loss ---
+FIELDS = ("slots",)  # what of a batch `model_inputs` looks at
+
+
+def open_split(args: Args, split: str) -> Dataset:
+    """The data of a split as the method sees it."""
+    return Dataset(args.data_dir, args.env, split, "distractor" if args.distractors else "clean")
+
+
 def temporal_similarity(keys: Tensor, temperature: float) -> Tensor:
     """How patches move: for each patch of each frame, probabilities over the patches of the next (VideoSAUR, eq. 2).
 
@@ -408,11 +408,8 @@ def temporal_similarity(keys: Tensor, temperature: float) -> Tensor:
 
 
 def slot_loss(model: VideoSaur, batch: Batch, args: Args) -> tuple[Tensor, None, dict[str, Tensor]]:
-    """Squared error of the decoded features plus the weighted cross-entropy to the temporal similarity.
-
-    Returns the loss, None, and further numbers to log.
-    """
-    features, keys = batch.extra.float().chunk(2, dim=-1)  # (B, T, N, F) each
+    """Squared error of the decoded features plus the weighted cross-entropy to the temporal similarity."""
+    features, keys = batch.extra.chunk(2, dim=-1)  # (B, T, N, F) each
     decoded, logits = model(features)
     with torch.autocast(features.device.type, enabled=False):
         target = temporal_similarity(keys, args.similarity_temperature)
@@ -422,19 +419,34 @@ def slot_loss(model: VideoSaur, batch: Batch, args: Args) -> tuple[Tensor, None,
     return feature_loss + args.similarity_weight * similarity_loss, None, logs
 
 
-def encode(model: LatentActionModel, batch: Batch, args: Args) -> Tensor:
-    """The latent action (B, d_z) of each transition in a batch, from the selected slot at t and t + k."""
-    return model.infer(batch.extra.float())
+def model_inputs(batch: Batch, args: Args) -> Tensor:
+    """What the latent action model sees of a batch: the selected slot at t and at t + k, (B, 2, D)."""
+    return batch.extra.float()
 
 
 def lam_loss(model: LatentActionModel, batch: Batch, args: Args) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Mean squared error of the predicted slot at t + k. Returns the loss, z (B, d_z), and further numbers to log."""
-    slots = batch.extra.float()  # (B, 2, D)
+    slots = model_inputs(batch, args)
     prediction, z = model(slots)
     return F.mse_loss(prediction.float(), slots[:, 1]), z, {}
 
 
+def draw(run: runs.Run, args: Args, model: LatentActionModel, test_set: Dataset, device: torch.device) -> list[Path]:
+    """No pictures but those of the slots: the model predicts a slot, not a frame."""
+    return [run.dir / "slots.png"]
+
+
 # --- end method ---
+
+
+def encode(model: LatentActionModel, batch: Batch, args: Args) -> Tensor:
+    """The latent action (B, d_z) of each transition in a batch."""
+    return model.infer(model_inputs(batch, args))
+
+
+def predict_latents(policy: nn.Module, frames: Tensor) -> Tensor:
+    """The policy's latent actions (B, d_z) from the current frames, uint8 (B, 3, H, W, 3), the newest last."""
+    return policy(normalise(frames).flatten(1, 2))
 
 
 def train(
@@ -449,16 +461,13 @@ def train(
     clip: float | None = None,
     probe: nn.Module | None = None,
     after_update: Callable[[nn.Module], None] = lambda model: None,
-) -> dict[str, float]:
-    """Trains one stage to its end, from its newest checkpoint if there is one; AdamW at the rate of `schedule`.
-
-    Returns seconds, updates, samples/s and peak memory of the stage, also when it was finished before.
-    """
+) -> None:
+    """Trains one stage to its end, from its newest checkpoint if there is one; AdamW at the rate of `schedule`."""
     device = next(model.parameters()).device
     done = run.finished(stage)
     if done is not None:
         model.load_state_dict(done["model"])
-        return done["cost"]
+        return
 
     groups = [{"params": list(model.parameters())}] + ([{"params": list(probe.parameters())}] if probe else [])
     lr = torch.tensor(learning_rate, device=device)  # a tensor, so that a new rate does not recompile
@@ -476,33 +485,14 @@ def train(
 
     compiled_loss = torch.compile(step_loss, mode=args.compile_mode, dynamic=False) if args.compile else step_loss
 
-    def state() -> dict[str, Any]:
-        return {
-            "model": model.state_dict(),
-            "probe": probe.state_dict() if probe else None,
-            "optimizer": optimizer.state_dict(),
-            "seconds": seconds_before + time.monotonic() - start,
-            "random": torch.get_rng_state(),
-            "random_cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        }
-
     step, seconds_before, start = 0, 0.0, time.monotonic()
     saved = run.restore(stage)
     if saved is not None:
         step, seconds_before = saved["step"], saved["seconds"]
-        model.load_state_dict(saved["model"])
-        if probe:
-            probe.load_state_dict(saved["probe"])
-        optimizer.load_state_dict(saved["optimizer"])
-        torch.set_rng_state(saved["random"])
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(saved["random_cuda"], device)
+        load_training_state(saved, model, probe, optimizer)
     sampler.seek(step)
 
-    progress = runs.Progress(f"{run.script} {stage}", updates, "updates", done=step)
-    sums: dict[str, Tensor] = {}
-    first_bad = torch.full((), -1, device=device)  # first update since the last look whose loss was not finite
-    last_step, last_time, last_saved = step, time.monotonic(), step
+    meter = Meter(run, stage, model, sampler, updates, step)
     model.train()
     while step < updates:
         rate = learning_rate * schedule(args, stage, step, updates, sampler.batches_per_epoch)
@@ -515,231 +505,155 @@ def train(
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         after_update(model)
-        first_bad = torch.where((first_bad < 0) & ~loss.isfinite(), step, first_bad)
-        for name, value in logs.items():
-            sums[name] = sums[name] + value if name in sums else value.clone()  # a CUDA graph reuses it
+        meter.add(loss, logs)
         step += 1
 
-        save = step % args.checkpoint_every == 0 or step == updates or runs.stop_requested()
+        save = step % args.checkpoint_every == 0 or step == updates or stop_requested()
         if step % args.log_every == 0 or save:
-            finite = torch.stack([parameter.isfinite().all() for parameter in model.parameters()]).all()
-            first_bad = torch.where((first_bad < 0) & ~finite, step - 1, first_bad)
-            *means, bad = torch.stack([*sums.values(), first_bad.float()]).tolist()  # the only wait for the device
-            if bad >= 0:
-                raise run.not_finite(stage, int(bad), sampler.episodes(int(bad)), last_saved)
-            count, now = step - last_step, time.monotonic()
-            values = {f"{stage}/{name}": mean / count for name, mean in zip(sums, means)}
-            values["lr"] = rate
-            values["perf/samples_per_s"] = count * sampler.batch_size / (now - last_time)
-            run.log(stage, step, values)
-            progress.update(count, f"loss {values[f'{stage}/loss']:.4f}")
-            sums, last_step, last_time = {}, step, now
+            meter.report(rate)
         if save and step < updates:
-            last_saved = step
-            path = run.save(stage, step, state())
-            if runs.stop_requested():
-                raise runs.Stopped(f"{stage} at update {step} of {updates} is in {path}; the same command goes on")
-    progress.close()
+            seconds = seconds_before + time.monotonic() - start
+            path = run.save(stage, step, training_state(model, probe, optimizer) | {"seconds": seconds})
+            meter.saved = step
+            if stop_requested():
+                raise Stopped(f"{stage} at update {step} of {updates} is in {path}")
+    meter.progress.close()
     seconds = seconds_before + time.monotonic() - start
-    cost = {"seconds": seconds, "updates": updates, "samples_per_s": updates * sampler.batch_size / seconds}
-    cost["peak_memory_gib"] = runs.peak_memory_gib(device)
-    run.finish(
-        stage, updates, {"model": model.state_dict(), "probe": probe.state_dict() if probe else None, "cost": cost}
-    )
-    return cost
+    cost = {
+        "seconds": seconds,
+        "updates": updates,
+        "samples_per_s": updates * sampler.batch_size / seconds,
+        "peak_memory_gib": runs.peak_memory_gib(device),
+    }
+    weights = {"model": model.state_dict(), "probe": probe.state_dict() if probe else None}
+    run.finish(stage, updates, weights | {"cost": cost})
 
 
 def main(args: Args) -> None:
-    task = get_task(args.env)
-    runs.check_at_least(args, 0, "seed")
-    runs.check_at_least(args, 1, "batch_size", "latent_dim", "policy_scale", "decoder_dim", "log_every")
-    runs.check_at_least(args, 1, "lam_updates", "policy_updates", "decoder_updates", "checkpoint_every")
-    runs.check_at_least(args, 1, "eval_episodes", "eval_steps", "eval_envs", *({"idm_scale"} & vars(args).keys()))
-    if args.eval_steps is not None and args.eval_steps > task.max_steps:
-        raise UserError(f"--eval-steps is {args.eval_steps}, but {task.name} ends after {task.max_steps} steps")
     device = runs.choose_device(args.device)
-    render = "distractor" if args.distractors else "clean"
-    uses_masks = hasattr(args, "mask_source")
-    mask_source = args.mask_source if uses_masks else "gt"  # a method without masks shows the true ones in pictures
-    train_set = Dataset(args.data_dir, args.env, "train", render, mask_source)
-    test_set = Dataset(args.data_dir, args.env, "test", render, mask_source)
-    size, action_dim = train_set.image_size, train_set.action_dim
-    if test_set.image_size != size:
-        sizes = f"{size} pixels, those of {test_set.folder} {test_set.image_size}"
-        raise UserError(f"the frames of {train_set.folder} have {sizes}: make one of them again with make_dataset.py")
-    distractors = evaluation.held_out_distractors(test_set, task, args.clips_dir)
-    labelled = train_set.labelled(args.num_labels, args.seed)
-    variant = runs.variant_name(args, defaults([f"--env={args.env}", *(["--quick"] if args.quick else [])]))
-    identity = {"train_hash": train_set.hash, "test_hash": test_set.hash, "device_type": device.type}
-    identity["mask_hash"] = train_set.mask_hash + test_set.mask_hash if uses_masks else ""
-    run = runs.Run(args, Path(__file__).stem, variant, identity)
-    print(f"{run.script}: {run.dir} on {device}, {train_set.num_transitions:,} transitions for training")
-    result_path = run.dir / "result.json"
-    if result_path.exists():
-        remove_cached(run)
-        print(f"finished before; {result_path} has the result")
+    on_device = {"auto": "auto", "always": True, "never": False}[args.data_on_gpu]
+    train_set, test_set = open_split(args, "train"), open_split(args, "test")
+    distractors = evaluation.held_out_distractors(test_set, args.clips_dir, args.eval_steps)
+    default = defaults([f"--env={args.env}", *(["--quick"] if args.quick else [])])
+    labelled = train_set.labelled(max(args.num_labels), args.seed)
+    run = runs.Run.open(args, Path(__file__).stem, default, train_set, test_set, device)
+    if run.is_finished():
         return
 
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
+    size, action_dim = train_set.image_size, train_set.action_dim
     policy = Encoder(3 * 3, args.policy_scale, size, args.latent_dim)
     decoder = ActionDecoder(args.latent_dim, args.decoder_dim, action_dim)
     probe, policy_probe = (nn.Linear(args.latent_dim, action_dim) for _ in range(2))
     for module in (policy, decoder, probe, policy_probe):
         module.apply(orthogonal_init).to(device, memory_format=torch.channels_last)
-    costs: dict[str, dict[str, float]] = {}
-    on_device = {"auto": "auto", "always": True, "never": False}[args.data_on_gpu]
 
+    # Stage 1: the latent action model.
     # --- method: stages ---
-    # Stage 1: slots that follow objects, from the features of a frozen network.
-    weights = args.dino_checkpoint, args.dino_weights == "random"
-    dino = Features(args.dino_model, *weights, args.dino_image_size, args.dino_cache, device)
+    # First, slots that follow objects in short clips, from the features of a frozen network.
+    check_labelled(train_set, labelled)
+    dino = load_dino(args.dino_model, args.dino_checkpoint, args.dino_weights == "random", args.dino_image_size)
+    run.add_identity("dino_hash", weights_hash(dino.to(device).vit))
     slot_model = VideoSaur(args, dino.patches, dino.dim).apply(orthogonal_init).to(device)
-    model = LatentActionModel(args).apply(orthogonal_init).to(device)
+    model = LatentActionModel(args, size, action_dim).apply(orthogonal_init).to(device)
     untrained = copy.deepcopy(model).eval()  # the control of the probe
-    report_path, splits = run.dir / "slots.json", {"slots_train": train_set, "slots_test": test_set}
-    if not report_path.exists():
-        check_labelled(train_set, labelled)
-    known = all((run.dir / name).exists() for name in ("slots.pt", "slots_train.npy", "slots_test.npy", "slots.json"))
-    sampler = None
-    if not known:  # else nothing needs the features any more
-        dino.attach(train_set, test_set)
-        run.bind("dino_hash", dino.settings["weights"])
-        sampler = dino.sampler(train_set, args.batch_size, seed=args.seed, on_device=on_device)
-    updates, clip = args.slot_updates, args.slot_clip
-    costs["slots"] = train(run, args, "slots", slot_model, slot_loss, sampler, updates, args.slot_lr, clip)
+    # The window of a transition, [t-2, t-1, t, t+1], is a clip of four frames.
+    clips = Sampler(train_set, args.batch_size, max_offset=1, seed=args.seed, device=device, on_device=on_device)
+    sampler = FeatureSampler(clips, dino)
+    train(run, args, "slots", slot_model, slot_loss, sampler, args.slot_updates, args.slot_lr, args.slot_clip)
+    sampler.close()
     slot_model.eval()
 
-    # Stage 2: the slots of every frame, and the one from which a linear probe reads the actions best.
-    tables = {}
-    for name, dataset in splits.items():
-        tables[name], seconds = follow_split(run, name, slot_model.follow, dino, dataset)
-        costs[name] = {"seconds": seconds}
-    if not known:
-        sampler.close()
-        train_set.release()
-    if not report_path.exists():
-        scores = probe_slots(
-            tables["slots_train"][labelled], train_set, labelled, args.pca_components, args.probe_folds
-        )
-        selected = min(scores, key=lambda score: score["nmse"])["slot"]
-        index, attention = watch(slot_model.follow, dino, test_set, episodes=16)
-        found = {"selected": selected, "probing": scores, "agent": agent_report(attention, test_set, index)}
-        shown = np.linspace(0, len(index) - 1, 8).astype(int)
-        frames = normalise(torch.from_numpy(test_set.frames(index[shown])))
-        named = {"o(t)": frames} | {
-            f"slot {slot}{'*' * (slot == selected)}": masked(frames, attention[shown, slot - 1])
-            for slot in range(1, args.num_slots + 1)
-        }
-        mask = unpack_masks(torch.from_numpy(test_set.masks(index[shown])), size, size)
-        title = f"{run.script}, {args.env}: held-out frames and what each slot attends to (* selected)"
-        pictures.rows(run.dir / "slots.png", named, mask, title)
-        hashes = {split.split: split.extra_hash.get("dino") for split in splits.values()}  # of files, if there are any
-        about = {"dino": dino.settings | {"hash": hashes}, "dino_seconds": dino.seconds}
-        runs.write_json(report_path, found | about)
-    report = json.loads(report_path.read_text())
-    parameters = sum(weight.numel() for weight in slot_model.parameters())
-    run.about["slots"], costs["dino"] = report | {"parameters": parameters}, {"seconds": report["dino_seconds"]}
-    drawn = [run.dir / "slots.png"]
+    # Then the slot from which a linear probe reads the actions best. Each frame is seen on its own from now on: a
+    # slot's number means the same in all frames because all start from the same learned slots, and a model of clips of
+    # four frames has not learned to follow objects for a whole episode.
+    def extract(batch: Batch) -> tuple[Tensor, Tensor]:
+        return slot_model.extract(dino(batch.frames[:, 2])[..., : dino.dim])  # frame t of [t-2, t-1, t]
 
-    # Stage 3: LAPO on the selected slot, which transitions carry instead of frames from now on.
-    for name, dataset in splits.items():
-        attach_slot(dataset, tables[name], report["selected"], args.offset)
-    sampler = Sampler(train_set, args.batch_size, max_offset=1, seed=args.seed, device=device, on_device=on_device)
+    frames_at_once = 256 if device.type == "cuda" else 32
+    of_frames = partial(evaluation.table, run, batch_size=frames_at_once, device=device, max_offset=0)
+    slots = of_frames("slots_labelled", lambda batch: extract(batch)[0], train_set, labelled)
+    scores = probe_slots(slots, train_set, labelled, args.pca_components, args.probe_folds)
+    selected = min(scores, key=lambda score: score["nmse"])["slot"]  # counted from 1
+    watched = np.arange(test_set.episode_start[min(16, test_set.num_episodes)])  # whole episodes
+    attention = of_frames("slots_attention", lambda batch: extract(batch)[1], test_set, watched)
+    draw_slots(run.dir / "slots.png", test_set, attention, selected)
+    run.about["slots"] = {
+        "selected": selected,
+        "probing": scores,
+        "dino_hash": run.identity["dino_hash"],
+        "agent": agent_report(attention, test_set, watched),
+        "parameters": sum(weight.numel() for weight in slot_model.parameters()),
+    }
+    for name, dataset in (("slots_train", train_set), ("slots_test", test_set)):
+        every = np.arange(dataset.num_frames)
+        slots = of_frames(name, lambda batch: extract(batch)[0][:, selected - 1].half(), dataset, every)
+        attach_slot(dataset, slots, selected, args.offset)
+
+    # Last, LAPO on the selected slot.
+    windows = {"max_offset": 1, "fields": FIELDS, "device": device, "on_device": on_device}
+    sampler = Sampler(train_set, args.batch_size, seed=args.seed, **windows)
     updates = updates_for(args.lam_epochs, args.lam_updates, sampler)
-    costs["lam"] = train(run, args, "lam", model, lam_loss, sampler, updates, args.lam_lr, args.lam_clip, probe)
+    train(run, args, "lam", model, lam_loss, sampler, updates, args.lam_lr, args.lam_clip, probe)
     sampler.close()
-    model.eval()
     # --- end method ---
+    model.eval()
+    drawn = draw(run, args, model, test_set, device)
 
-    # Latent policy: label every transition once, then clone the latent actions from the current frames.
-    windows = {"max_offset": 1, "masks": uses_masks, "indices": train_set.transitions}
-    labels, seconds = cached(
-        run, "labels", lambda batch: encode(model, batch, args), train_set, args.batch_size, device, **windows
-    )
-    costs["labels"] = {"seconds": seconds}
-    labels_here, transitions = labels.to(device), torch.from_numpy(train_set.transitions).to(device)
+    # What it learned: latent actions at k = 1 of all transitions, and how well a linear probe reads actions from them.
+    encode_with = partial(encode, args=args)
+    windows = {"batch_size": args.batch_size, "device": device, "max_offset": 1, "fields": FIELDS}
+    latents = evaluation.table(run, "latents", partial(encode_with, model), train_set, train_set.transitions, **windows)
+    probed = evaluation.probe(run, encode_with, model, untrained, latents, train_set, test_set, **windows)
+
+    # Stage 2: the latent policy clones the latent actions from the current frames.
+    latents_here, transitions = latents.to(device), torch.from_numpy(train_set.transitions).to(device)
 
     def policy_loss(policy: nn.Module, batch: Batch, args: Args) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        z = policy(normalise(batch.frames).flatten(1, 2))
-        return F.mse_loss(z.float(), labels_here[torch.searchsorted(transitions, batch.index)]), z, {}
+        z = predict_latents(policy, batch.frames)
+        return F.mse_loss(z.float(), latents_here[torch.searchsorted(transitions, batch.index)]), z, {}
 
     sampler = Sampler(train_set, args.batch_size, max_offset=0, seed=args.seed, device=device, on_device=on_device)
     updates = updates_for(args.policy_epochs, args.policy_updates, sampler)
-    stage = policy, policy_loss, sampler, updates, args.policy_lr, args.policy_clip, policy_probe
-    costs["bc"] = train(run, args, "bc", *stage)
+    train(run, args, "policy", policy, policy_loss, sampler, updates, args.policy_lr, args.policy_clip, policy_probe)
     sampler.close()
     policy.eval()
 
-    # Action decoder: the policy is frozen, so its outputs on the labelled transitions are computed once.
+    # Stage 3: an action decoder for each label budget. The policy is frozen, so its outputs are computed once.
+    def decoder_loss(decoder: nn.Module, rows: dict[str, Tensor], args: Args) -> tuple[Tensor, None, dict[str, Tensor]]:
+        return F.mse_loss(decoder(rows["z"]).float(), rows["action"]), None, {}
+
     def feature(batch: Batch) -> Tensor:
-        return policy(normalise(batch.frames).flatten(1, 2))
+        return predict_latents(policy, batch.frames)
 
-    windows = {"max_offset": 0, "indices": labelled}
-    features, seconds = cached(run, "features", feature, train_set, args.batch_size, device, **windows)
-    costs["features"] = {"seconds": seconds}
-    actions = torch.from_numpy(train_set.action[labelled].clip(-1, 1))
-    rows = {"z": features.to(device), "action": actions.to(device)}
+    windows = {"batch_size": args.batch_size, "device": device, "max_offset": 0}
+    features = evaluation.table(run, "features", feature, train_set, labelled, **windows)
+    decoders = {}
+    for num_labels in sorted(args.num_labels, reverse=True):
+        frames = train_set.labelled(num_labels, args.seed)  # some of those of the largest budget
+        rows = {
+            "z": features[np.searchsorted(labelled, frames)].to(device),
+            "action": torch.from_numpy(train_set.action[frames].clip(-1, 1)).to(device),
+        }
+        episodes = train_set.episode_of_frame[frames]
+        rows_sampler = TensorSampler(rows, args.batch_size, seed=args.seed, episode=episodes)
+        decoders[num_labels] = copy.deepcopy(decoder)
+        stage = runs.of_budget("decoder", num_labels, args)
+        updates, rate = args.decoder_updates, args.decoder_lr
+        train(run, args, stage, decoders[num_labels], decoder_loss, rows_sampler, updates, rate, args.decoder_clip)
+        decoders[num_labels].eval()
 
-    def decoder_loss(
-        decoder: nn.Module, batch: dict[str, Tensor], args: Args
-    ) -> tuple[Tensor, None, dict[str, Tensor]]:
-        return F.mse_loss(decoder(batch["z"]).float(), batch["action"]), None, {}
-
-    rows_sampler = TensorSampler(rows, args.batch_size, seed=args.seed, episode=train_set.episode_of_frame[labelled])
-    updates, clip = args.decoder_updates, args.decoder_clip
-    costs["decoder"] = train(run, args, "decoder", decoder, decoder_loss, rows_sampler, updates, args.decoder_lr, clip)
-    decoder.eval()
-
-    # Evaluation: the linear probe beside its untrained control, then the decoded policy on held-out backgrounds.
-    start = time.monotonic()
-
-    def latents(model: nn.Module, dataset: Dataset) -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in sequential(dataset, args.batch_size, max_offset=1, device=device, masks=uses_masks):
-            if runs.stop_requested():
-                raise runs.Stopped("the evaluation starts over when the same command is repeated")
-            with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                z = encode(model, batch, args).float()
-            yield z, batch.action
-
-    known = zip(labels.split(65536), torch.from_numpy(train_set.action[train_set.transitions].clip(-1, 1)).split(65536))
-    probed = evaluation.nmse(known, latents(model, test_set), train_set.action_variance, run.dir / "latents.npz")
-    control = evaluation.nmse(latents(untrained, train_set), latents(untrained, test_set), train_set.action_variance)
-    costs["probe"] = {"seconds": time.monotonic() - start}
-
-    start = time.monotonic()
-
-    def act(frames: Tensor) -> Tensor:
+    # Evaluation: the decoded policies on held-out backgrounds.
+    def act(frames: Tensor, decoder: nn.Module) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            return decoder(policy(normalise(frames).flatten(1, 2)))
+            return decoder(predict_latents(policy, frames))
 
-    options = {"episodes": args.eval_episodes, "num_envs": args.eval_envs, "device": device, "image_size": size}
-    quality, steps = test_set.plan["quality"], args.eval_steps
-    rolled = evaluation.rollout(act, task, render, distractors, quality, max_steps=steps, **options)
-    costs["rollout"] = {"seconds": time.monotonic() - start}
-    metrics = evaluation.metrics(probed, control, rolled, evaluation.normalised_score(rolled, task, train_set))
-    run.log("eval", 0, {name: value for name, value in metrics.items() if value is not None})
-    drawn.append(pictures.curves(run.dir / "curves.png", run.read_metrics()))
-    episodes, counts = np.unique(train_set.episode_of_frame[labelled], return_counts=True)
+    decoded = evaluation.evaluate(run, args, act, decoders, distractors, train_set, test_set, device)
     networks = {"lam": model, "policy": policy, "decoder": decoder} | dict(model.named_children())
-    run.write_result(
-        metrics,
-        seconds={name: cost["seconds"] for name, cost in costs.items()},
-        stages=costs,
-        parameters={
-            name: sum(w.numel() for w in part.parameters() if w.requires_grad) for name, part in networks.items()
-        },
-        peak_memory_gib=max(cost.get("peak_memory_gib", 0) for cost in costs.values()),
-        nmse_per_dimension=probed["per_dimension"],
-        rollout=rolled,
-        labelled_transitions=len(labelled),
-        labelled_episodes=dict(zip(episodes.tolist(), counts.tolist())),  # episode: how many of its first transitions
-        dataset={split.split: split.summary() for split in (train_set, test_set)},
-        pictures=[str(path) for path in drawn],
-    )
-    remove_cached(run)
+    evaluation.write_result(run, probed, decoded, networks, train_set, test_set, labelled, drawn)
     run.close()
 
 
 if __name__ == "__main__":
-    runs.cli(main, defaults)
+    cli(main, defaults)

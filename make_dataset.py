@@ -27,9 +27,9 @@ from typing import Any, Literal
 import numpy as np
 
 from common import store
-from common.cli import Progress, Stopped, UserError, cli, stop_requested
+from common.cli import Count, NotNegative, Progress, Seed, Stopped, UserError, cli, stop_requested
 from common.experts import default_expert, load_expert
-from common.runs import check_at_least, versions
+from common.runs import versions
 from common.shards import frame_bytes, frame_schema, read_shard, shard_paths, write_shard
 from common.tasks import TASKS, get_task
 
@@ -51,15 +51,15 @@ class Args:
     """Task. all: all fourteen, one after the other, each with its own defaults (help: cheetah-run's)."""
     data_dir: Path = Path("data")
     """Where datasets are."""
-    train_transitions: int = 9_000_000
+    train_transitions: Count = 9_000_000
     """Transitions of the train split, reached by whole episodes."""
-    test_transitions: int = 1_000_000
+    test_transitions: Count = 1_000_000
     """Transitions of the test split: other seeds, and backgrounds that the train split never shows."""
-    episode_length: int = 1000
+    episode_length: Count = 1000
     """Steps after which an episode is cut (on Meta-World it also ends on success)."""
-    episodes_per_shard: int | None = None
+    episodes_per_shard: Count | None = None
     """Default: as many as fit in 250 MB, at most a sixteenth of the split."""
-    workers: int = len(os.sched_getaffinity(0))
+    workers: Count = len(os.sched_getaffinity(0))
     """Processes. Has no influence on what is written."""
     split: Literal["both", "train", "test"] = "both"
     """Which splits to make."""
@@ -68,7 +68,7 @@ class Args:
     quality: Literal["full", "fast"] = "full"
     """fast: no shadows, reflections and multisampling, coarser round shapes and floors; 7 (Meta-World)
     to 15 times as fast without a GPU."""
-    image_size: int = 64
+    image_size: Count = 64
     """Height and width of a frame in pixels, a multiple of 8."""
     expert: Literal["student", "laom", "scripted"] = "student"
     """student: this project's small policies in experts/. laom: the policies that collected the paper's data on the
@@ -79,13 +79,13 @@ class Args:
     """davis, synthetic (no download), or a folder of clips (folders of images, or video files)."""
     davis_dir: Path = Path("data/DAVIS")
     """DAVIS 2017 in its official layout; downloaded if it is missing."""
-    num_videos: int | None = None
+    num_videos: Count | None = None
     """Clips per split. Default: 4 on the Control Suite, all on Meta-World."""
-    camera_scale: float = 0.1
+    camera_scale: NotNegative = 0.1
     """Difficulty of the moving camera (Control Suite only); 0 switches it off."""
-    color_scale: float = 0.1
+    color_scale: NotNegative = 0.1
     """Difficulty of the changing colours (Control Suite only); 0 switches them off."""
-    seed: int = 0
+    seed: Seed = 0
     """Base seed; every episode's seed follows from it, the task, the split and the episode's number."""
     quick: bool = False
     """A small set for two cores: 15,000 train and 3,000 test transitions (6,000 and 1,500 on Meta-World, at 64 pixels),
@@ -162,8 +162,6 @@ def distractor_config(args: Args):
 def check_args(args: Args) -> None:
     """UserError for impossible numbers."""
     task = get_task(args.env)
-    check_at_least(args, 1, "train_transitions", "test_transitions", "episode_length", "image_size", "workers")
-    check_at_least(args, 1, "episodes_per_shard")
     if args.episode_length > task.max_steps:
         raise UserError(f"--episode-length is {args.episode_length}, but {task.name} ends after {task.max_steps} steps")
     if args.image_size % 8:

@@ -27,10 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import evaluation, pictures, runs
+from common import evaluation, runs
 from common.cli import Count, NotNegative, Positive, Seed, Stopped, cli, env_and_quick, stop_requested
 from common.dataset import Batch, Dataset, Sampler, TensorSampler, normalise, updates_for
-from common.masks import unpack_masks
 from common.tasks import get_task
 from common.training import Meter, load_training_state, training_state
 
@@ -38,8 +37,9 @@ from common.training import Meter, load_training_state, training_state
 # --- method: imports ---
 from typing import Annotated
 
+from common import pictures
 from common.cli import Range
-from common.masks import dilate, occlusion
+from common.masks import dilate, occlusion, unpack_masks
 
 # --- end method ---
 

@@ -33,7 +33,7 @@ LATENTS_KEPT = 4000  # of the test split, for pictures
 
 
 def outputs(function: Callable[[Batch], Tensor], dataset: Dataset, *, device: torch.device, **windows: Any) -> Pairs:
-    """`function` (to (B, d)) of batches in order, in float32 on `device`, and their actions. Stopped at a signal.
+    """`function` of batches in order, on `device` and never in bfloat16, and their actions. Stopped at a signal.
 
     windows: as for `common.dataset.sequential`.
     """
@@ -41,19 +41,20 @@ def outputs(function: Callable[[Batch], Tensor], dataset: Dataset, *, device: to
         if stop_requested():
             raise Stopped("this pass over the data starts over")
         with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            yield function(batch).float(), batch.action
+            values = function(batch)
+        yield values.float() if values.dtype == torch.bfloat16 else values, batch.action
 
 
 def table(
     run: runs.Run, name: str, function: Callable[[Batch], Tensor], dataset: Dataset, indices: np.ndarray, **windows: Any
 ) -> Tensor:
-    """`function` (to (B, d)) at the frames `indices` (N,), in their order, once per run: float32 (N, d) on the host."""
+    """`function` (to (B, ...)) at the frames `indices` (N,), in their order, once per run: (N, ...) on the host."""
 
     def compute() -> Tensor:
         progress, rows, done = Progress(f"{run.script} {name}", len(indices), "transitions"), torch.empty(0), 0
         for values, _ in outputs(function, dataset, indices=indices, **windows):
             if not done:
-                rows = torch.empty(len(indices), values.shape[1])
+                rows = torch.empty(len(indices), *values.shape[1:], dtype=values.dtype)
             rows[done : done + len(values)] = values.cpu()
             done += len(values)
             progress.update(len(values))

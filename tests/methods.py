@@ -19,8 +19,8 @@ TINY = {"policy_scale": 1, "batch_size": 16, "latent_dim": 16}
 OWN: dict[str, dict[str, Any]] = {
     "lapo": {"idm_scale": 1, "fdm_scale": 1},
     "laom_labels": {"idm_scale": 1, "head_dim": 32, "num_labels": (40,)},
-    "laof": {"idm_scale": 1, "world_model_width": 4},
-    "lapo_slots": {"slot_dim": 8, "renderer_dim": 16, "lam_dim": 32},
+    "laof": {"idm_scale": 1, "lam_clip": 2.0, "world_model_width": 4},
+    "lapo_slots": {"lam_clip": 1.0, "slot_dim": 8, "renderer_dim": 16, "lam_dim": 32},
     "masklam": {"idm_scale": 1, "fdm_scale": 1},
 }
 # The same as flags, for runs as a subprocess. LAOF gets flow of a small RAFT with random weights; see raft_checkpoint.
@@ -115,7 +115,7 @@ def attach_planted_slots(dataset: Dataset, args: Any) -> None:
     mixing = rng.standard_normal((dataset.state_dim, args.slot_dim))  # the same for every split
     table = rng.standard_normal((dataset.num_frames, args.num_slots, args.slot_dim)).astype(np.float16)
     table[:, 1] = np.tanh(2 / dataset.image_size * dataset.state @ mixing)
-    attach_slot(dataset, torch.from_numpy(table), 2, args.offset)
+    attach_slot(dataset, torch.from_numpy(table[:, 1]), 2, args.offset)
 
 
 def lam_sampler(script: str, args: Any, dataset: Dataset) -> Any:
@@ -152,7 +152,19 @@ def lam_training(
         if script == "laom_labels":
             model.move_target(args.target_rate)
 
-    stage = (run, args, "lam", model, module.lam_loss, sampler, updates, args.lam_lr, args.lam_clip, probe, after_update)
+    stage = (
+        run,
+        args,
+        "lam",
+        model,
+        module.lam_loss,
+        sampler,
+        updates,
+        args.lam_lr,
+        args.lam_clip,
+        probe,
+        after_update,
+    )
     module.train(*stage)
     sampler.close()
     run.close()
