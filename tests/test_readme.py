@@ -51,7 +51,7 @@ def test_there_are_commands() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_named_files_exist(page: Path) -> None:
     names = set(re.findall(r"`((?:[\w.-]+/)*[\w.-]+\.(?:py|md|sh|json|txt|cff))`", PAGES[page]))
-    names -= set(re.findall(r"`([\w./]+)` at [0-9a-f]{7}\b", PAGES[page]))  # no longer part of the program
+    names -= set(re.findall(r"`([\w./]+)`\s+at\s+[0-9a-f]{7}\b", PAGES[page]))  # no longer part of the program
     missing = [name for name in names - BY_A_RUN if not (ROOT / name).exists()]
     assert not missing
 
