@@ -22,7 +22,7 @@ COMMANDS = sorted(
     }
 )
 MADE = {"my_masklam": "masklam"}  # copies that a page tells the reader to make
-BY_A_RUN = {"args.json", "result.json", "slots.json"}
+BY_A_RUN = {"args.json", "result.json"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
