@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -209,13 +208,8 @@ class ActionDecoder(nn.Sequential):
     """Latent action (B, d_z) to action (B, action_dim): two hidden layers with ReLU."""
 
     def __init__(self, latent_dim: int, hidden_dim: int, action_dim: int) -> None:
-        super().__init__(
-            nn.Linear(latent_dim, hidden_dim),
-            nn.ReLU(),
-            nn.Linear(hidden_dim, hidden_dim),
-            nn.ReLU(),
-            nn.Linear(hidden_dim, action_dim),
-        )
+        layers = [nn.Linear(latent_dim, hidden_dim), nn.ReLU(), nn.Linear(hidden_dim, hidden_dim), nn.ReLU()]
+        super().__init__(*layers, nn.Linear(hidden_dim, action_dim))
 
 
 def orthogonal_init(module: nn.Module) -> None:
@@ -313,10 +307,6 @@ class LatentActionModel(nn.Module):
     def predict(self, z: Tensor, now: Tensor) -> Tensor:
         """The embedding (B, dim) of the next stack; no gradient reaches that of the current one."""
         return self.observation_head(z, now.detach())
-
-    def reset_target(self) -> None:
-        """The moving average starts as the encoder, after that is initialised."""
-        self.target.load_state_dict(self.encoder.state_dict())
 
     @torch.no_grad()
     def move_target(self, rate: float) -> None:
@@ -436,14 +426,14 @@ def train(
 
     compiled_loss = torch.compile(step_loss, mode=args.compile_mode, dynamic=False) if args.compile else step_loss
 
-    step, seconds_before, start = 0, 0.0, time.monotonic()
+    step, seconds = 0, 0.0
     saved = run.restore(stage)
     if saved is not None:
-        step, seconds_before = saved["step"], saved["seconds"]
+        step, seconds = saved["step"], saved["seconds"]
         load_training_state(saved, model, probe, optimizer)
     sampler.seek(step)
 
-    meter = Meter(run, stage, model, sampler, updates, step)
+    meter = Meter(run, stage, model, sampler, updates, step, seconds)
     model.train()
     while step < updates:
         rate = learning_rate * schedule(args, stage, step, updates, sampler.batches_per_epoch)
@@ -463,21 +453,13 @@ def train(
         if step % args.log_every == 0 or save:
             meter.report(rate)
         if save and step < updates:
-            seconds = seconds_before + time.monotonic() - start
-            path = run.save(stage, step, training_state(model, probe, optimizer) | {"seconds": seconds})
+            path = run.save(stage, step, training_state(model, probe, optimizer) | {"seconds": meter.seconds()})
             meter.saved = step
             if stop_requested():
                 raise Stopped(f"{stage} at update {step} of {updates} is in {path}")
     meter.progress.close()
-    seconds = seconds_before + time.monotonic() - start
-    cost = {
-        "seconds": seconds,
-        "updates": updates,
-        "samples_per_s": updates * sampler.batch_size / seconds,
-        "peak_memory_gib": runs.peak_memory_gib(device),
-    }
     weights = {"model": model.state_dict(), "probe": probe.state_dict() if probe else None}
-    run.finish(stage, updates, weights | {"cost": cost})
+    run.finish(stage, updates, weights | {"cost": meter.cost()})
 
 
 def main(args: Args) -> None:
@@ -504,7 +486,7 @@ def main(args: Args) -> None:
     # --- method: stages ---
     with torch.device(device):  # hundreds of millions of weights, so they are initialised where they stay
         model = LatentActionModel(args, size, action_dim).apply(orthogonal_init).to(memory_format=torch.channels_last)
-    model.reset_target()
+    model.move_target(rate=1.0)  # it starts as the encoder
     untrained = copy.deepcopy(model).eval()  # the control of the probe
     windows = {"max_offset": args.max_offset, "device": device, "on_device": on_device}
     sampler = LabelledSampler(train_set, labelled, args.batch_size, seed=args.seed, **windows)

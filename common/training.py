@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from common.cli import Progress
-from common.runs import Run
+from common.runs import Run, peak_memory_gib
 
 
 class Meter:
@@ -18,14 +18,17 @@ class Meter:
     Args:
         sampler: has batch_size and episodes(position).
         updates: of the whole stage.
-        step: updates that were made before.
+        step, seconds: updates that were made before, and how long they took.
     """
 
-    def __init__(self, run: Run, stage: str, model: nn.Module, sampler: Any, updates: int, step: int) -> None:
+    def __init__(
+        self, run: Run, stage: str, model: nn.Module, sampler: Any, updates: int, step: int, seconds: float
+    ) -> None:
         self.run, self.stage, self.model, self.sampler = run, stage, model, sampler
         self.progress = Progress(f"{run.script} {stage}", updates, "updates", done=step)
         self.saved = self.last_step = self.step = step
         self.last_time = time.monotonic()
+        self._start = self.last_time - seconds
         self._sums: dict[str, Tensor] = {}
         # The first update since the last look whose loss was not finite; -1: none.
         self._first_bad = torch.full((), -1, device=next(model.parameters()).device)
@@ -56,6 +59,20 @@ class Meter:
         self.run.log(self.stage, self.step, values)
         self.progress.update(count, f"loss {values[f'{self.stage}/loss']:.4f}")
         self._sums, self.last_step, self.last_time = {}, self.step, now
+
+    def seconds(self) -> float:
+        """How long the stage has been trained, also before it was resumed."""
+        return time.monotonic() - self._start
+
+    def cost(self) -> dict[str, float]:
+        """What the whole stage took: seconds, updates, samples/s and peak memory."""
+        seconds = self.seconds()
+        return {
+            "seconds": seconds,
+            "updates": self.step,
+            "samples_per_s": self.step * self.sampler.batch_size / seconds,
+            "peak_memory_gib": peak_memory_gib(self._first_bad.device),
+        }
 
 
 def training_state(model: nn.Module, probe: nn.Module | None, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

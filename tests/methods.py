@@ -58,7 +58,7 @@ def build(script: str, size: int = 32, seed: int = 0, action_dim: int = 6, **cha
     torch.manual_seed(seed)
     model = module.LatentActionModel(args, size, action_dim).apply(module.orthogonal_init)
     if script == "laom_labels":
-        model.reset_target()
+        model.move_target(rate=1.0)
     return module, args, model
 
 
