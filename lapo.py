@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import evaluation, runs
-from common.cli import Count, NotNegative, Positive, Seed, Stopped, cli, env_and_quick, stop_requested
+from common.cli import Count, Name, NotNegative, Positive, Seed, Stopped, cli, env_and_quick, stop_requested
 from common.dataset import Batch, Dataset, Sampler, TensorSampler, normalise, updates_for
 from common.tasks import get_task
 from common.training import Meter, load_training_state, training_state
@@ -101,7 +101,7 @@ class Args:
     """folder of the run directories"""
     clips_dir: Path | None = None
     """folder of the background clips that made the dataset, for the evaluation; None: data/DAVIS"""
-    variant: str = ""
+    variant: Name = ""
     """name of this variant's run directory; empty: made from the arguments that differ from the defaults"""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """where to train; auto takes the GPU if there is one"""

@@ -35,6 +35,7 @@ from common.tasks import TASKS, get_task
 
 EnvName = Literal[(*TASKS, "all")]
 SPLITS = ("train", "test")
+CORES = len(os.sched_getaffinity(0))
 SHARD_BYTES = 250 * 10**6  # a shard is built in memory, once as arrays and once as a file
 MIN_SHARDS = 16  # so that a small set keeps several cores busy and loses little when it is stopped
 QUICK_STEPS = 250
@@ -59,7 +60,7 @@ class Args:
     """Steps after which an episode is cut (on Meta-World it also ends on success)."""
     episodes_per_shard: Count | None = None
     """Default: as many as fit in 250 MB, at most a sixteenth of the split."""
-    workers: Count = len(os.sched_getaffinity(0))
+    workers: Count = CORES
     """Processes. Has no influence on what is written."""
     split: Literal["both", "train", "test"] = "both"
     """Which splits to make."""

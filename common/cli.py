@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import math
 import os
+import re
 import resource
 import signal
 import sys
@@ -28,7 +29,7 @@ class Stopped(Exception):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Ranges of numbers on the command line
+# What values on the command line may be
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,22 @@ class Range:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class PathComponent:
+    """What a name must be that becomes one component of a path; an empty one stands for the default."""
+
+    def complaint(self, value: str) -> str:
+        """Why a value cannot be one; empty if it can."""
+        if value in (".", "..") or "/" in value or not value.isprintable():
+            return f"is {value!r}: it becomes the name of a folder or file, so it must not be . or .. or hold a slash"
+        if len(os.fsencode(value)) > 200:
+            return (
+                f"has {len(os.fsencode(value))} bytes, must have at most 200: it becomes the name of a folder or file"
+            )
+        return ""
+
+
+Name = Annotated[str, PathComponent()]
 Count = Annotated[int, Range(1)]
 Seed = Annotated[int, Range(0, 2**31 - 1)]
 Positive = Annotated[float, Range(0, above=True)]
@@ -58,10 +75,10 @@ NotNegative = Annotated[float, Range(0)]
 Share = Annotated[float, Range(0, 1)]
 
 
-def declared_range(annotation: Any) -> Range | None:
-    """The range in a type such as `Count`, `Count | None` or `tuple[Count, ...]`; None if it declares none."""
+def declared_range(annotation: Any) -> Range | PathComponent | None:
+    """What a type such as `Count`, `Count | None` or `tuple[Count, ...]` declares of its values; None for nothing."""
     for part in (*getattr(annotation, "__metadata__", ()), *get_args(annotation)):
-        if isinstance(part, Range):
+        if isinstance(part, (Range, PathComponent)):
             return part
         if nested := declared_range(part):
             return nested
@@ -69,7 +86,7 @@ def declared_range(annotation: Any) -> Range | None:
 
 
 def check_ranges(args: Any) -> None:
-    """Raises UserError for a number in the dataclass `args` that is outside its declared range."""
+    """Raises UserError for a value in the dataclass `args` that is not what its type declares."""
     for name, annotation in get_type_hints(type(args), include_extras=True).items():
         limits, value = declared_range(annotation), getattr(args, name)
         if value == ():
@@ -79,6 +96,19 @@ def check_ranges(args: Any) -> None:
                 raise UserError(f"--{name.replace('_', '-')} {complaint}")
 
 
+def checked(args: Any) -> Any:
+    """`args` with ~ expanded in its paths, after `check_ranges`. UserError also for a value that is empty."""
+    for word in sys.argv[1:]:
+        if word == "" or re.fullmatch(r"--[\w-]+=", word):
+            raise UserError(f"{word or 'an argument'} is empty; leave it out, or give it a value")
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        if isinstance(value, Path):
+            setattr(args, field.name, value.expanduser())
+    check_ranges(args)
+    return args
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Signals, errors, progress
 
@@ -86,7 +116,10 @@ _stop_signal: int | None = None
 
 
 def install_signal_handlers() -> None:
-    """SIGINT and SIGTERM set a flag that long loops read through `stop_requested`; a second SIGINT ends at once."""
+    """A signal sets a flag that long loops read through `stop_requested`; a second SIGINT ends at once.
+
+    SIGTERM, SIGHUP (a closed terminal, unless nohup ignores it), SIGUSR1 and SIGUSR2 (what schedulers warn with) too.
+    """
 
     def handler(number: int, _frame: Any) -> None:
         global _stop_signal
@@ -94,13 +127,29 @@ def install_signal_handlers() -> None:
             raise KeyboardInterrupt
         _stop_signal = number
 
-    signal.signal(signal.SIGINT, handler)
-    signal.signal(signal.SIGTERM, handler)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def stop_requested() -> bool:
-    """True once SIGINT or SIGTERM has arrived."""
+    """True once a signal has asked for the end."""
     return _stop_signal is not None
+
+
+def advice(number: int | None) -> str:
+    """What to do about an error of the system."""
+    if number in FULL_DISK:
+        return "make room and rerun the same command to resume"
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "it may not be read or written here: change its permissions, or choose another folder"
+    if number in (errno.ENOTDIR, errno.EEXIST):
+        return "a file is where a folder should be: choose another folder"
+    if number in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+        return "its file system knows no locks, which keep processes apart: choose a folder on another one"
+    if number in (errno.EMFILE, errno.ENFILE):
+        return "raise the limit of open files with ulimit -n"
+    return "mend it and rerun the same command to resume"
 
 
 def env_and_quick(argv: list[str], env: str) -> tuple[str, bool]:
@@ -129,8 +178,7 @@ def cli(main: Callable[[Any], None], default: Any) -> None:
         if callable(default):
             default = default(sys.argv[1:])
         args = tyro.cli(type(default), default=default, description=sys.modules["__main__"].__doc__)
-        check_ranges(args)
-        main(args)
+        main(checked(args))
     except UserError as error:
         print(f"{name}: error: {error}", file=sys.stderr)
         sys.exit(1)
@@ -144,13 +192,10 @@ def cli(main: Callable[[Any], None], default: Any) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
-        if error.errno not in FULL_DISK:
+        if error.errno not in FULL_DISK and error.filename is None:
             raise
-        where = f" while writing {error.filename}" if error.filename else ""
-        print(
-            f"{name}: error: the disk is full (or a quota is){where}; make room and rerun the same command to resume",
-            file=sys.stderr,
-        )
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"{name}: error: {where}{error.strerror}; {advice(error.errno)}", file=sys.stderr)
         sys.exit(1)
 
 

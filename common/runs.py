@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from common.cli import Progress, Stopped, UserError, cli, stop_requested  # noqa: F401
-from common.store import atomic_path, differences, write_json
+from common.store import Taken, atomic_path, differences, lock_file, write_json
 
 ROOT = Path(__file__).parents[1]
 
@@ -164,10 +163,9 @@ class Run:
         self.args, self.script, self.variant, self.identity = args, script, variant, identity
         self.dir = Path(args.runs_dir) / script / args.env / variant / f"seed{args.seed}"
         self.dir.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.dir / ".lock", "w")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            self._lock = lock_file(self.dir / ".lock")
+        except Taken:
             raise UserError(f"another process is writing to {self.dir}; wait for it or choose --variant") from None
         for leftover in self.dir.rglob(".*.part*"):  # of a process that was killed while it wrote
             leftover.unlink()
@@ -453,4 +451,4 @@ class Run:
         self._metrics.close()
         if self.wandb is not None:
             self.wandb.finish()
-        self._lock.close()
+        os.close(self._lock)

@@ -17,6 +17,7 @@ Several processes, on one machine or on several that share the folder, fill it t
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import io
@@ -41,6 +42,8 @@ HDF5_FORMAT = ("v110", "v110")  # fixed, so that the same content gives the same
 PAGE = 4096
 SMALL = 1 << 16  # bytes up to which an array is checked against its hash on every read
 POLL_SECONDS = 2.0
+# Errors that say nothing about a file's content: nothing is replaced because of them.
+NOT_DAMAGE = (errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)
 
 
 class Damaged(UserError):
@@ -80,7 +83,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
         fsync_folder(path.parent)
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the first error is the one to tell
+            temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None and error.errno is not None:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
@@ -221,6 +225,8 @@ def read(path: Path) -> StoredFile:
     except FileNotFoundError:
         raise Damaged(f"{path}: no such file") from None
     except (OSError, RuntimeError, KeyError, ValueError, TypeError, IndexError) as error:
+        if isinstance(error, OSError) and error.errno in NOT_DAMAGE:
+            raise OSError(error.errno, error.strerror, str(path)) from error
         reason = "truncated" if "truncated" in str(error) else f"not a readable file of this program ({error})"
         raise Damaged(f"{path}: {reason}") from error
 
@@ -256,6 +262,22 @@ def _claim_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.claim")
 
 
+def lock_file(path: Path) -> int:
+    """Creates a file and locks it, for as long as the returned descriptor is open. Raises Taken if it is locked."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), os.stat(path)):  # else its holder removed it while we opened it
+            return descriptor
+    except OSError as error:
+        os.close(descriptor)
+        if not isinstance(error, (BlockingIOError, FileNotFoundError)):
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise Taken(path) from None
+    os.close(descriptor)
+    raise Taken(path)
+
+
 @contextlib.contextmanager
 def claim(path: Path) -> Iterator[None]:
     """Holds the right to make `path`. Raises Taken if a live process has it.
@@ -265,15 +287,8 @@ def claim(path: Path) -> Iterator[None]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = _claim_path(path)
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = lock_file(lock)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            same = os.path.samestat(os.fstat(descriptor), os.stat(lock))
-        except (BlockingIOError, FileNotFoundError):
-            raise Taken(path) from None
-        if not same:  # its holder removed it between our opening and locking
-            raise Taken(path)
         for leftover in path.parent.glob(f".{path.name}.*.part{path.suffix}"):
             leftover.unlink(missing_ok=True)
         try:
