@@ -28,7 +28,7 @@ import tyro
 from PIL import Image
 
 from common import pictures, runs, sam, store
-from common.cli import Progress, Stopped, UserError, cli, stop_requested
+from common.cli import Count, Progress, Stopped, UserError, cli, stop_requested
 from common.dataset import Dataset
 from common.shards import DERIVED, Shard, derived_path, read_derived, write_derived
 from common.tasks import TASKS, get_task
@@ -63,7 +63,7 @@ class Args:
     """make no masks: compare the box with the agent's, and draw it in first frames, data/<env>/<split>_boxes.png"""
     data_dir: Path = Path("data")
     """folder of the datasets that make_dataset.py wrote"""
-    batch_episodes: int | None = None
+    batch_episodes: Count | None = None
     """episodes that run side by side; None: 8 on a GPU, 1 on a CPU"""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """where SAM runs; auto takes the GPU if there is one"""
@@ -373,7 +373,6 @@ def show_boxes(job: Job) -> None:
 
 
 def main(args: Args) -> None:
-    runs.check_at_least(args, 1, "batch_episodes")
     if not re.fullmatch(r"[A-Za-z0-9_-]+", args.name) or args.name in RESERVED:
         raise UserError(f"--name {args.name!r}: take letters, digits, - and _, and none of {', '.join(RESERVED)}")
     if args.import_dir is not None and args.name == "sam":
