@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from common.errors import UserError
+from common.cli import UserError
 
 MODELS = ("tiny", "small", "base-plus", "large")  # sizes of the image encoder
 HUB = "facebook/sam2.1-hiera-"  # and the model: its repository on the Hugging Face hub

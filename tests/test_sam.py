@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from common import sam
-from common.errors import UserError
+from common.cli import UserError
 
 sam2_video_predictor = pytest.importorskip("sam2.sam2_video_predictor", reason="sam2 is not installed")
 
