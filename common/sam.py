@@ -5,123 +5,95 @@ which wants JPEG files and holds every frame as float32, and its `propagate_in_v
 frame, `Tracker` takes frame t of all episodes as one batch and forgets what the model can no longer reach.
 """
 
-from __future__ import annotations
-
 import hashlib
+import itertools
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from common.errors import UserError
+from common.cli import UserError
 
-if TYPE_CHECKING:
-    from sam2.sam2_video_predictor import SAM2VideoPredictor
-
-MODELS = {  # as --model names them -> repository on the Hugging Face hub
-    "tiny": "facebook/sam2.1-hiera-tiny",
-    "small": "facebook/sam2.1-hiera-small",
-    "base-plus": "facebook/sam2.1-hiera-base-plus",
-    "large": "facebook/sam2.1-hiera-large",
-}
+MODELS = ("tiny", "small", "base-plus", "large")  # sizes of the image encoder
+HUB = "facebook/sam2.1-hiera-"  # and the model: its repository on the Hugging Face hub
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of the images that SAM 2 was trained on
-INSTALL = "SAM2_BUILD_CUDA=0 pip install --no-build-isolation -r requirements-sam.txt"
-UPLOAD = 64  # frames of each episode that go to the device at once
 
 
 def _package() -> Any:
     try:
         from sam2 import build_sam
     except ImportError as error:
-        raise UserError(f"SAM 2.1 needs the sam2 package ({error}); install it with: {INSTALL}") from error
+        install = "SAM2_BUILD_CUDA=0 pip install --no-build-isolation -r requirements-sam.txt"
+        raise UserError(f"SAM 2.1 needs the sam2 package ({error}); install it with: {install}") from error
     return build_sam
 
 
-def find_checkpoint(model: str) -> Path:
-    """The weights of `model` (a key of MODELS), from the Hugging Face hub or its local cache.
+def download_checkpoint(model: str) -> Path:
+    """The weights of `model` (one of MODELS), from the Hugging Face hub or its local cache.
 
     Raises UserError where there is no network and no cached copy.
     """
-    repository = MODELS[model]
+    repository = f"{HUB}{model}"
     file_name = _package().HF_MODEL_ID_TO_FILENAMES[repository][1]
     try:
         from huggingface_hub import hf_hub_download
-    except ImportError as error:
-        raise UserError(f"downloading SAM 2.1 needs huggingface_hub ({error}); install it with: {INSTALL}") from error
-    try:
+
         return Path(hf_hub_download(repo_id=repository, filename=file_name))
     # The hub's client raises OSError for what it cannot reach, ValueError for what is not cached, and its HTTP
-    # library's own errors for broken connections.
+    # library's own errors for broken connections; it may not be installed at all.
     except Exception as error:
         raise UserError(
             f"the weights of SAM 2.1 ({model}) cannot be downloaded ({type(error).__name__}); get {file_name} from "
-            f"https://huggingface.co/{repository} on another machine and name it: --checkpoint {file_name}"
+            f"https://huggingface.co/{repository} on another machine and pass it: --checkpoint {file_name}"
         ) from error
 
 
-def file_sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def check_file(path: Path) -> None:
-    """UserError if there is no checkpoint at `path`."""
+def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], str]:
+    """The weights in a checkpoint of SAM 2.1, and the file's SHA-256. UserError if the file is something else."""
     if not path.is_file():
         raise UserError(f"--checkpoint {path}: no such file")
-
-
-def read_checkpoint(path: Path) -> dict[str, Tensor]:
-    """The weights in a checkpoint of SAM 2.1. UserError if the file is something else."""
-    check_file(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError, KeyError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"--checkpoint {path}: not a checkpoint of torch, or damaged ({reason})") from error
     weights = state.get("model") if isinstance(state, dict) else None
     if not isinstance(weights, dict):
         raise UserError(f"--checkpoint {path}: holds no 'model', so it is not a checkpoint of SAM 2.1")
-    return weights
+    return weights, digest
 
 
-def load_predictor(
-    model: str, weights: dict[str, Tensor] | None, image_size: int, device: torch.device, name: str = "the checkpoint"
-) -> SAM2VideoPredictor:
-    """The package's video predictor with `weights`, for frames of `image_size` pixels (a multiple of 32).
+def load_predictor(model: str, weights: dict[str, Tensor] | None, image_size: int, device: torch.device) -> nn.Module:
+    """The package's SAM2VideoPredictor with `weights`, for frames of `image_size` pixels (a multiple of 32).
 
-    weights None: random ones from torch's generator, for tests and timing. Filling small holes stays off: the package
-    does it with a CUDA extension only, and not at all without, so masks would depend on how it was installed.
-
-    Raises:
-        UserError: the weights do not belong to the model.
+    weights None: random ones from torch's generator, for tests and timing. UserError if they belong to another model.
     """
     package = _package()
-    config = package.HF_MODEL_ID_TO_FILENAMES[MODELS[model]][0]
+    config = package.HF_MODEL_ID_TO_FILENAMES[f"{HUB}{model}"][0]
+    # The package fills small holes with a CUDA extension only, and not at all without it, so masks would depend on how
+    # it was installed: filling stays off.
     overrides = [f"++model.image_size={image_size}", "++model.fill_hole_area=0"]
     predictor = package.build_sam2_video_predictor(config, None, device="cpu", hydra_overrides_extra=overrides)
     if weights is not None:
-        expected = predictor.state_dict()
-        wrong = [key for key in expected.keys() & weights.keys() if expected[key].shape != weights[key].shape]
-        missing, unexpected = expected.keys() - weights.keys(), weights.keys() - expected.keys()
-        if wrong or missing or unexpected:
+        try:
+            predictor.load_state_dict(weights)
+        except RuntimeError as error:
             hint = f"choose the --model that it belongs to ({', '.join(MODELS)})"
-            if not wrong and "no_obj_embed_spatial" in missing:
+            if "no_obj_embed_spatial" not in weights:
                 hint = "it may be one of SAM 2; SAM 2.1's are named sam2.1_hiera_*.pt"
-            raise UserError(
-                f"{name} does not fit SAM 2.1 {model}: {len(missing)} weights are missing, {len(unexpected)} are not "
-                f"known and {len(wrong)} have another shape; {hint}"
-            )
-        predictor.load_state_dict(weights)
+            raise UserError(f"--checkpoint does not fit SAM 2.1 {model}; {hint}") from error
     assert predictor.memory_temporal_stride_for_eval == 1  # Tracker forgets by it
     return predictor.to(device).eval()
 
 
-def compile_predictor(predictor: SAM2VideoPredictor) -> None:
+def compile_predictor(predictor: nn.Module) -> None:
     """torch.compile for the image encoder, the mask decoder and the memory encoder.
 
     Not for the memory attention: the number of memories grows over the first frames, and its rotary encoding is made of
@@ -165,12 +137,7 @@ class Tracker:
     """
 
     def __init__(
-        self,
-        predictor: SAM2VideoPredictor,
-        box: Sequence[float],
-        size: tuple[int, int],
-        batch: int,
-        num_frames: int,
+        self, predictor: nn.Module, box: Sequence[float], size: tuple[int, int], batch: int, num_frames: int
     ) -> None:
         self.predictor, self.size, self.num_frames, self.frame = predictor, size, num_frames, 0
         self.memory: dict[str, dict[int, dict[str, Any]]] = {"cond_frame_outputs": {}, "non_cond_frame_outputs": {}}
@@ -199,41 +166,23 @@ class Tracker:
                 output_dict=self.memory,
                 num_frames=self.num_frames,
             )
-        self._remember(out)
-        self.frame += 1
-        return F.interpolate(out["pred_masks"].float(), self.size, mode="bilinear", align_corners=False)[:, 0]
-
-    def _remember(self, out: dict[str, Any]) -> None:
-        kind = "non_cond_frame_outputs" if self.frame else "cond_frame_outputs"
         recent = self.memory["non_cond_frame_outputs"]
-        self.memory[kind][self.frame] = {
+        (recent if t else self.memory["cond_frame_outputs"])[t] = {
             "maskmem_features": out["maskmem_features"].to(torch.bfloat16),  # as the package stores it
             "maskmem_pos_enc": out["maskmem_pos_enc"],
             "obj_ptr": out["obj_ptr"],
         }
         # The next frame attends to num_maskmem - 1 frames before it, and to the pointers of some more.
-        if (old := self.frame + 1 - self.predictor.num_maskmem) in recent:
+        if (old := t + 1 - predictor.num_maskmem) in recent:
             recent[old] = {"obj_ptr": recent[old]["obj_ptr"]}
-        recent.pop(self.frame + 1 - self.predictor.max_obj_ptrs_in_encoder, None)
+        recent.pop(t + 1 - predictor.max_obj_ptrs_in_encoder, None)
+        self.frame += 1
+        return F.interpolate(out["pred_masks"].float(), self.size, mode="bilinear", align_corners=False)[:, 0]
 
     def keep(self, count: int) -> None:
-        """Go on with the first `count` videos only."""
-        for outputs in self.memory.values():
-            for out in outputs.values():
-                for key, value in out.items():
-                    # Cloned, so that the memory of the others is freed.
-                    out[key] = [part[:count].clone() for part in value] if key == "maskmem_pos_enc" else (
-                        value[:count].clone()
-                    )  # fmt: skip
-
-    def memory_bytes(self) -> int:
-        """Size of what is remembered of earlier frames."""
-        found = 0
-        for outputs in self.memory.values():
-            for out in outputs.values():
-                for value in out.values():
-                    found += sum(part.nbytes for part in (value if isinstance(value, list) else [value]))
-        return found
+        """Continue with the first `count` videos only."""
+        # Cloned, so that the memory of the others is freed.
+        self.memory = tree_map(lambda value: value[:count].clone(), self.memory)
 
 
 def group_episodes(lengths: Sequence[int], batch: int, pointers: int) -> list[list[int]]:
@@ -241,26 +190,17 @@ def group_episodes(lengths: Sequence[int], batch: int, pointers: int) -> list[li
 
     Episodes shorter than `pointers` frames are in a group with others of the same length only.
     """
-    order = sorted(range(len(lengths)), key=lambda episode: (-lengths[episode], episode))
+    order = sorted(range(len(lengths)), key=lambda episode: -lengths[episode])
     groups: list[list[int]] = []
-    for episode in order:
-        reach = min(lengths[episode], pointers)
-        if groups and len(groups[-1]) < batch and min(lengths[groups[-1][0]], pointers) == reach:
-            groups[-1].append(episode)
-        else:
-            groups.append([episode])
+    for _, alike in itertools.groupby(order, key=lambda episode: min(lengths[episode], pointers)):
+        episodes = list(alike)
+        groups += [episodes[first : first + batch] for first in range(0, len(episodes), batch)]
     return groups
-
-
-def pack(logits: Tensor) -> Tensor:
-    """Mask logits (B, H, W) to bit-packed masks of what is above zero, uint8 (B, H W / 8), most significant first."""
-    bits = (logits > 0).flatten(1).unflatten(1, (-1, 8)).to(torch.uint8)
-    return (bits << torch.arange(7, -1, -1, dtype=torch.uint8, device=logits.device)).sum(-1, dtype=torch.uint8)
 
 
 @torch.inference_mode()
 def segment_episodes(
-    predictor: SAM2VideoPredictor,
+    predictor: nn.Module,
     episodes: Sequence[np.ndarray],
     box: Sequence[float],
     batch: int,
@@ -269,35 +209,31 @@ def segment_episodes(
     """Masks of the object in `box` in every frame of every episode.
 
     Args:
-        episodes: uint8 (L, H, W, 3) each, of one size; memory maps are read a few frames at a time.
+        episodes: uint8 (L, H, W, 3) each, of one size; memory maps are read frame by frame.
         box: (x0, y0, x1, y1) in pixels, in the first frames.
         batch: episodes that run side by side.
         tick: called after every step with the number of frames; an exception from it ends the work.
 
-    Returns the bit-packed masks, uint8 (L, H W / 8) each.
+    Returns the masks (logits above zero), bit-packed, uint8 (L, H W / 8) each.
     """
-    lengths, device = [len(episode) for episode in episodes], predictor.device
+    lengths = [len(episode) for episode in episodes]
     height, width = episodes[0].shape[1:3]
-    masks = [np.empty(0, np.uint8)] * len(episodes)
+    masks: dict[int, np.ndarray] = {}
     for group in group_episodes(lengths, batch, predictor.max_obj_ptrs_in_encoder):
         longest = lengths[group[0]]
         tracker = Tracker(predictor, box, (height, width), len(group), longest)
         # Masks stay on the device until the group is done, so that no step waits for a copy.
-        packed = torch.zeros(len(group), longest, height * width // 8, dtype=torch.uint8, device=device)
-        alive, chunk = len(group), torch.empty(0)
+        inside = torch.zeros(len(group), longest, height, width, dtype=torch.bool, device=predictor.device)
+        alive = len(group)
         for t in range(longest):
-            running = sum(lengths[episode] > t for episode in group)
-            if running < alive:
+            if (running := sum(lengths[episode] > t for episode in group)) < alive:
                 alive = running
                 tracker.keep(alive)
-            if t % UPLOAD == 0:
-                host = torch.zeros(alive, min(UPLOAD, longest - t), height, width, 3, dtype=torch.uint8)
-                for row, episode in enumerate(group[:alive]):
-                    part = episodes[episode][t : t + UPLOAD]
-                    host[row, : len(part)] = torch.from_numpy(np.array(part))
-                chunk = host.to(device)
-            packed[:alive, t] = pack(tracker.step(chunk[:alive, t % UPLOAD]))
+            frames = torch.from_numpy(np.stack([episodes[episode][t] for episode in group[:alive]]))
+            if predictor.device.type == "cuda":  # from pinned memory, so that the copy waits for no step either
+                frames = frames.pin_memory().to(predictor.device, non_blocking=True)
+            inside[:alive, t] = tracker.step(frames) > 0
             tick(alive)
         for row, episode in enumerate(group):
-            masks[episode] = packed[row, : lengths[episode]].cpu().numpy()
-    return masks
+            masks[episode] = np.packbits(inside[row, : lengths[episode]].flatten(1).cpu().numpy(), axis=1)
+    return [masks[episode] for episode in range(len(episodes))]

@@ -2,10 +2,7 @@
 
 from dataclasses import replace
 
-import torch
-
 import make_masks
-from common import runs
+from common.cli import cli
 
-torch.set_num_threads(1)
-runs.cli(lambda args: make_masks.main(replace(args, image_size=128)), make_masks.Args())
+cli(lambda args: make_masks.main(replace(args, image_size=128)), make_masks.Args())
