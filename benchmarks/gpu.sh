@@ -94,14 +94,14 @@ windows=(--windows 3 --window-seconds 1.5 --num-labels 2000)
 render=(--qualities full --kinds physics distractor both masks --windows 2 --window-seconds 1.5)
 segment=(--sizes 1024 512) sweep=(--sweep --stages lam policy)
 if [ "$TINY" = 1 ]; then
-    labels=20
+    data=$WORK/small labels=20 # one set will do
     large=(--train-transitions 60 --test-transitions 20 --episode-length 10 --quality fast --backgrounds synthetic)
     small=("${large[@]}")
     train=(--quick --batch-size 8 --lam-updates 2 --policy-updates 2 --decoder-updates 2 --eval-episodes 1 --eval-envs 1
         --eval-steps 3 --device cpu)
     windows=(--quick --batch-size 4 --windows 1 --window-seconds 0.01 --warmup 1 --num-labels 60 --device cpu)
     render=(--qualities fast --kinds clean --windows 1 --window-seconds 0.01)
-    segment=(--sizes 128 --batches 1 2 --compiled-batches None --warmup 2 --frames 2 --device cpu)
+    segment=(--sizes 64 --batches 1 2 --compiled-batches None --warmup 2 --frames 2 --device cpu)
     sweep=(--stages lam)
 elif [ -d "$BUNDLE" ]; then
     use_bundle "$WORK/packages"
@@ -114,7 +114,7 @@ fi
 step rendering 45 "$PYTHON" -m benchmarks.rendering --envs cheetah-run "${render[@]}" \
     --out "$OUT_DIR/rendering.json" || true
 step dataset_small 60 "$PYTHON" make_dataset.py --data-dir "$WORK/small" "${make[@]}" "${small[@]}" || true
-if ! step dataset 150 "$PYTHON" make_dataset.py --data-dir "$WORK/large" "${make[@]}" "${large[@]}"; then
+if ! step dataset 150 "$PYTHON" make_dataset.py --data-dir "$data" "${make[@]}" "${large[@]}"; then
     data=$WORK/small labels=2000 # training still tells about speed
 fi
 for method in lapo masklam; do
