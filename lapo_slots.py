@@ -34,9 +34,8 @@ from common.errors import UserError
 from common.tasks import get_task
 
 # --- method: imports ---
-import json
-from common.dino import Features
-from common.slots import agent_report, attach_slot, check_labelled, follow_split, masked, probe_slots, watch
+from common.dino import FeatureSampler, load_dino, weights_hash
+from common.slots import GRUCell, agent_report, attach_slot, check_labelled, draw_slots, probe_slots
 # --- end method ---
 
 
@@ -142,11 +141,9 @@ class Args:
     dino_weights: Literal["pretrained", "random"] = "pretrained"
     """random: seeded random weights, to try the code out"""
     dino_checkpoint: Path | None = None
-    """its weights, as timm or DINOv2's authors save them; None: features that are there, or the Hugging Face hub's"""
+    """its weights, as timm or DINOv2's authors save them; None: the Hugging Face hub's"""
     dino_image_size: int = 224
     """height and width of the frames for it; a multiple of its patches' 14 pixels"""
-    dino_cache: bool = True
-    """keep the features beside the shards if the disk has room; --no-dino-cache computes them whenever needed"""
     pca_components: int = 32
     """slot probing: principal components of a slot"""
     probe_folds: int = 5
@@ -287,7 +284,7 @@ class SlotAttention(nn.Module):
         super().__init__()
         self.norm_inputs, self.norm_slots = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.key, self.value, self.query = (nn.Linear(dim, dim, bias=False) for _ in range(3))
-        self.gru = nn.GRUCell(dim, dim)
+        self.gru = GRUCell(dim)
         self.iterations = iterations
 
     def forward(self, slots: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -295,10 +292,9 @@ class SlotAttention(nn.Module):
         key, value = self.key(inputs), self.value(inputs)
         for _ in range(self.iterations):
             slots = self.norm_slots(slots)  # the GRU's state too, as in VideoSAUR's code
-            attention = (self.query(slots) @ key.mT / math.sqrt(key.shape[-1])).float().softmax(dim=1)  # over the slots
+            attention = (self.query(slots) @ key.mT / math.sqrt(key.shape[-1])).softmax(dim=1)  # over the slots
             weights = attention / (attention.sum(dim=2, keepdim=True) + 1e-8)
-            update = weights.to(value.dtype) @ value
-            slots = self.gru(update.flatten(0, 1), slots.flatten(0, 1)).view_as(slots)
+            slots = self.gru(weights.to(value.dtype) @ value, slots)
         return slots, attention
 
 
@@ -338,20 +334,17 @@ class VideoSaur(nn.Module):
         self.predictor = Block(dim)
         self.decoder = SlotMixer(dim, patches, args.renderer_dim, feature_dim + patches)
 
-    def follow(self, features: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Slots (B, T, K, D), attention (B, T, K, N) and the state (B, K, D) from which the next frame goes on."""
-        state = self.initial.expand(len(features), -1, -1) if state is None else state
-        found = []
-        for inputs in self.project(features).unbind(dim=1):
-            found.append(self.attention(state, inputs))
-            state = self.predictor(found[-1][0])
-        slots, attention = (torch.stack(parts, dim=1) for parts in zip(*found))
-        return slots, attention, state
+    def extract(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Slots (B, K, D) and attention (B, K, N) of frames (B, N, F), each from the learned initial slots."""
+        return self.attention(self.initial.expand(len(features), -1, -1), self.project(features))
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Of every frame the decoded features (B, T, N, F), and logits (B, T, N, N): where its patches go next."""
-        slots, _, _ = self.follow(features)
-        decoded = self.decoder(slots.flatten(0, 1)).unflatten(0, slots.shape[:2])
+        state, slots = self.initial.expand(len(features), -1, -1), []
+        for inputs in self.project(features).unbind(dim=1):
+            slots.append(self.attention(state, inputs)[0])
+            state = self.predictor(slots[-1])
+        decoded = self.decoder(torch.stack(slots, dim=1).flatten(0, 1)).unflatten(0, features.shape[:2])
         return decoded.split([features.shape[-1], features.shape[-2]], dim=-1)
 
 
@@ -375,11 +368,11 @@ class ResidualMLP(nn.Module):
 class LatentActionModel(nn.Module):
     """IDM and FDM on the selected slot now and later, (B, 2, D)."""
 
-    def __init__(self, args: Args) -> None:
+    def __init__(self, args: Args, size: int, action_dim: int) -> None:
         super().__init__()
-        dim, shape = args.slot_dim, (args.lam_dim, args.lam_blocks)
-        self.idm = ResidualMLP(2 * dim, *shape, args.latent_dim)
-        self.fdm = ResidualMLP(dim + args.latent_dim, *shape, dim)
+        dim = args.slot_dim
+        self.idm = ResidualMLP(2 * dim, args.lam_dim, args.lam_blocks, args.latent_dim)
+        self.fdm = ResidualMLP(dim + args.latent_dim, args.lam_dim, args.lam_blocks, dim)
 
     def infer(self, slots: Tensor) -> Tensor:
         """The latent action (B, d_z) between the slot at t and at t + k."""
@@ -408,11 +401,8 @@ def temporal_similarity(keys: Tensor, temperature: float) -> Tensor:
 
 
 def slot_loss(model: VideoSaur, batch: Batch, args: Args) -> tuple[Tensor, None, dict[str, Tensor]]:
-    """Squared error of the decoded features plus the weighted cross-entropy to the temporal similarity.
-
-    Returns the loss, None, and further numbers to log.
-    """
-    features, keys = batch.extra.float().chunk(2, dim=-1)  # (B, T, N, F) each
+    """Squared error of the decoded features plus the weighted cross-entropy to the temporal similarity."""
+    features, keys = batch.extra.chunk(2, dim=-1)  # (B, T, N, F) each
     decoded, logits = model(features)
     with torch.autocast(features.device.type, enabled=False):
         target = temporal_similarity(keys, args.similarity_temperature)
@@ -422,14 +412,19 @@ def slot_loss(model: VideoSaur, batch: Batch, args: Args) -> tuple[Tensor, None,
     return feature_loss + args.similarity_weight * similarity_loss, None, logs
 
 
+def model_inputs(batch: Batch, args: Args) -> Tensor:
+    """What the latent action model sees of a batch: the selected slot at t and at t + k, (B, 2, D)."""
+    return batch.extra.float()
+
+
 def encode(model: LatentActionModel, batch: Batch, args: Args) -> Tensor:
-    """The latent action (B, d_z) of each transition in a batch, from the selected slot at t and t + k."""
-    return model.infer(batch.extra.float())
+    """The latent action (B, d_z) of each transition in a batch."""
+    return model.infer(model_inputs(batch, args))
 
 
 def lam_loss(model: LatentActionModel, batch: Batch, args: Args) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Mean squared error of the predicted slot at t + k. Returns the loss, z (B, d_z), and further numbers to log."""
-    slots = batch.extra.float()  # (B, 2, D)
+    slots = model_inputs(batch, args)
     prediction, z = model(slots)
     return F.mse_loss(prediction.float(), slots[:, 1]), z, {}
 
@@ -591,60 +586,51 @@ def main(args: Args) -> None:
     on_device = {"auto": "auto", "always": True, "never": False}[args.data_on_gpu]
 
     # --- method: stages ---
-    # Stage 1: slots that follow objects, from the features of a frozen network.
-    weights = args.dino_checkpoint, args.dino_weights == "random"
-    dino = Features(args.dino_model, *weights, args.dino_image_size, args.dino_cache, device)
+    # Stage 1: slots that follow objects in short clips, from the features of a frozen network.
+    check_labelled(train_set, labelled)
+    dino = load_dino(args.dino_model, args.dino_checkpoint, args.dino_weights == "random", args.dino_image_size)
+    run.bind("dino_hash", weights_hash(dino.to(device).vit))
     slot_model = VideoSaur(args, dino.patches, dino.dim).apply(orthogonal_init).to(device)
-    model = LatentActionModel(args).apply(orthogonal_init).to(device)
+    model = LatentActionModel(args, size, action_dim).apply(orthogonal_init).to(device)
     untrained = copy.deepcopy(model).eval()  # the control of the probe
-    report_path, splits = run.dir / "slots.json", {"slots_train": train_set, "slots_test": test_set}
-    if not report_path.exists():
-        check_labelled(train_set, labelled)
-    known = all((run.dir / name).exists() for name in ("slots.pt", "slots_train.npy", "slots_test.npy", "slots.json"))
-    sampler = None
-    if not known:  # else nothing needs the features any more
-        dino.attach(train_set, test_set)
-        run.bind("dino_hash", dino.settings["weights"])
-        sampler = dino.sampler(train_set, args.batch_size, seed=args.seed, on_device=on_device)
+    # The window of a transition, [t-2, t-1, t, t+1], is a clip of four frames.
+    clips = Sampler(train_set, args.batch_size, max_offset=1, seed=args.seed, device=device, on_device=on_device)
+    sampler = FeatureSampler(clips, dino)
     updates, clip = args.slot_updates, args.slot_clip
     costs["slots"] = train(run, args, "slots", slot_model, slot_loss, sampler, updates, args.slot_lr, clip)
+    sampler.close()
     slot_model.eval()
 
-    # Stage 2: the slots of every frame, and the one from which a linear probe reads the actions best.
-    tables = {}
-    for name, dataset in splits.items():
-        tables[name], seconds = follow_split(run, name, slot_model.follow, dino, dataset)
+    # Stage 2: the slot from which a linear probe reads the actions best. Each frame is seen on its own from now on: a
+    # slot's number means the same in all frames because all start from the same learned slots, and a model of clips of
+    # four frames has not learned to follow objects for a whole episode.
+    def extract(batch: Batch) -> tuple[Tensor, Tensor]:
+        return slot_model.extract(dino(batch.frames[:, 2])[..., : dino.dim])  # frame t of [t-2, t-1, t]
+
+    def of_frames(name: str, function: Callable[[Batch], Tensor], dataset: Dataset, index: np.ndarray) -> Tensor:
+        at_once = 256 if device.type == "cuda" else 32
+        rows, seconds = cached(run, name, function, dataset, at_once, device, max_offset=0, indices=index)
         costs[name] = {"seconds": seconds}
-    if not known:
-        sampler.close()
-        train_set.release()
-    if not report_path.exists():
-        scores = probe_slots(
-            tables["slots_train"][labelled], train_set, labelled, args.pca_components, args.probe_folds
-        )
-        selected = min(scores, key=lambda score: score["nmse"])["slot"]
-        index, attention = watch(slot_model.follow, dino, test_set, episodes=16)
-        found = {"selected": selected, "probing": scores, "agent": agent_report(attention, test_set, index)}
-        shown = np.linspace(0, len(index) - 1, 8).astype(int)
-        frames = normalise(torch.from_numpy(test_set.frames(index[shown])))
-        named = {"o(t)": frames} | {
-            f"slot {slot}{'*' * (slot == selected)}": masked(frames, attention[shown, slot - 1])
-            for slot in range(1, args.num_slots + 1)
-        }
-        mask = unpack_masks(torch.from_numpy(test_set.masks(index[shown])), size, size)
-        title = f"{run.script}, {args.env}: held-out frames and what each slot attends to (* selected)"
-        pictures.rows(run.dir / "slots.png", named, mask, title)
-        hashes = {split.split: split.extra_hash.get("dino") for split in splits.values()}  # of files, if there are any
-        about = {"dino": dino.settings | {"hash": hashes}, "dino_seconds": dino.seconds}
-        runs.write_json(report_path, found | about)
-    report = json.loads(report_path.read_text())
-    parameters = sum(weight.numel() for weight in slot_model.parameters())
-    run.about["slots"], costs["dino"] = report | {"parameters": parameters}, {"seconds": report["dino_seconds"]}
-    drawn = [run.dir / "slots.png"]
+        return rows
+
+    slots = of_frames("slots_labelled", lambda batch: extract(batch)[0], train_set, labelled)
+    scores = probe_slots(slots, train_set, labelled, args.pca_components, args.probe_folds)
+    selected = min(scores, key=lambda score: score["nmse"])["slot"]  # counted from 1
+    watched = np.arange(test_set.episode_start[min(16, test_set.num_episodes)])  # whole episodes
+    attention = of_frames("slots_attention", lambda batch: extract(batch)[1], test_set, watched)
+    shown = np.linspace(0, len(watched) - 1, 8).astype(int)
+    frames = normalise(torch.from_numpy(test_set.frames(shown)))
+    masks = unpack_masks(torch.from_numpy(test_set.masks(shown)), size, size)
+    drawn = [draw_slots(run.dir / "slots.png", frames, masks, attention[shown], selected, args.env)]
+    run.about["slots"] = {"selected": selected, "probing": scores, "dino_hash": run.identity["dino_hash"]}
+    run.about["slots"]["agent"] = agent_report(attention, test_set, watched)
+    run.about["slots"]["parameters"] = sum(weight.numel() for weight in slot_model.parameters())
 
     # Stage 3: LAPO on the selected slot, which transitions carry instead of frames from now on.
-    for name, dataset in splits.items():
-        attach_slot(dataset, tables[name], report["selected"], args.offset)
+    for name, dataset in (("slots_train", train_set), ("slots_test", test_set)):
+        every = np.arange(dataset.num_frames)
+        slots = of_frames(name, lambda batch: extract(batch)[0][:, selected - 1].half(), dataset, every)
+        attach_slot(dataset, slots, selected, args.offset)
     sampler = Sampler(train_set, args.batch_size, max_offset=1, seed=args.seed, device=device, on_device=on_device)
     updates = updates_for(args.lam_epochs, args.lam_updates, sampler)
     costs["lam"] = train(run, args, "lam", model, lam_loss, sampler, updates, args.lam_lr, args.lam_clip, probe)

@@ -38,7 +38,7 @@ from common.runs import fsync_folder
 
 FORMAT_VERSION = 1
 RENDERS = ("clean", "distractor")
-DERIVED = ("raft", "dino")  # names of files beside a shard that are no masks; training makes them
+DERIVED = ("raft",)  # names of files beside a shard that are no masks; training makes them
 HDF5_FORMAT = ("v110", "v110")  # fixed, so that the same content gives the same bytes with any newer HDF5
 PAGE = 4096
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

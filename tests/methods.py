@@ -58,7 +58,7 @@ def build(script: str, size: int = 32, seed: int = 0, action_dim: int = 6, **cha
         model = module.LatentActionModel(args, size, action_dim).apply(module.orthogonal_init)
         model.reset_target()
     elif script == "lapo_slots":
-        model = module.LatentActionModel(args).apply(module.orthogonal_init)
+        model = module.LatentActionModel(args, size, action_dim).apply(module.orthogonal_init)
     else:
         model = module.LatentActionModel(args, size).apply(module.orthogonal_init)
     return module, args, model
@@ -83,7 +83,7 @@ def attach_planted_slots(dataset: Dataset, args: Any) -> None:
     mixing = rng.standard_normal((dataset.state_dim, args.slot_dim))  # the same for every split
     table = rng.standard_normal((dataset.num_frames, args.num_slots, args.slot_dim)).astype(np.float16)
     table[:, 1] = np.tanh(2 / dataset.image_size * dataset.state @ mixing)
-    attach_slot(dataset, torch.from_numpy(table), 2, args.offset)
+    attach_slot(dataset, torch.from_numpy(table[:, 1]), 2, args.offset)
 
 
 def lam_sampler(script: str, args: Any, dataset: Dataset) -> Any:
