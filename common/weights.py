@@ -1,0 +1,50 @@
+"""Files of weights of networks that others trained: RAFT, DINOv2, SAM."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import zipfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+def read_weights(path: Path, option: str, inside: str | None = None) -> dict[str, Tensor]:
+    """The tensors of a checkpoint (.safetensors, or what `torch.load` reads with `weights_only`) by their names.
+
+    Args:
+        option: the flag that named the file, for messages.
+        inside: key of the dictionary of weights in the file, as in SAM's; None: the file is that dictionary.
+
+    Raises UserError for a file that is missing or no checkpoint.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from common.cli import UserError
+
+    if not path.is_file():
+        raise UserError(f"{option} {path}: no such file")
+    try:
+        safe = path.suffix == ".safetensors"
+        weights = load_file(path) if safe else torch.load(path, map_location="cpu", weights_only=True)
+        weights = weights if inside is None else weights[inside]
+    except (
+        OSError, RuntimeError, ValueError, EOFError, KeyError, TypeError, pickle.UnpicklingError, zipfile.BadZipFile,
+        SafetensorError,
+    ) as error:  # fmt: skip
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{option} {path}: not a readable file of weights ({reason})") from error
+    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise UserError(f"{option} {path}: holds no plain dictionary of weights")
+    return weights
+
+
+def weights_hash(weights: dict[str, Tensor]) -> str:
+    """SHA-256 of weights and their names."""
+    digest = hashlib.sha256()
+    for name, value in sorted(weights.items()):
+        digest.update(name.encode() + value.detach().float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
