@@ -37,8 +37,9 @@ from common.training import Meter, load_training_state, training_state
 from typing import Annotated
 
 from common.cli import Range, UserError
-from common.dino import FeatureSampler, load_dino, weights_hash
+from common.dino import FeatureSampler, load_dino
 from common.slots import GRUCell, agent_report, attach_slot, check_labelled, draw_slots, probe_slots
+from common.weights import weights_hash
 
 # --- end method ---
 
@@ -540,7 +541,7 @@ def main(args: Args) -> None:
     # First, slots that follow objects in short clips, from the features of a frozen network.
     check_labelled(train_set, labelled)
     dino = load_dino(args.dino_model, args.dino_checkpoint, args.dino_weights == "random", args.dino_image_size)
-    run.add_identity("dino_hash", weights_hash(dino.to(device).vit))
+    run.add_identity("dino_hash", weights_hash(dino.to(device).vit.state_dict()))
     slot_model = VideoSaur(args, dino.patches, dino.dim).apply(orthogonal_init).to(device)
     model = LatentActionModel(args, size, action_dim).apply(orthogonal_init).to(device)
     untrained = copy.deepcopy(model).eval()  # the control of the probe

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 
 from common.cli import UserError
 from common.dataset import Batch, Sampler
+from common.weights import read_weights
 
 
 class Dino(nn.Module):
@@ -78,7 +77,7 @@ def load_dino(name: str, checkpoint: Path | None, random: bool, image_size: int)
         raise UserError("--dino-checkpoint and --dino-weights random exclude each other")
     options: dict[str, Any] = {"img_size": image_size, "num_classes": 0, "pretrained": not random}
     if checkpoint is not None:
-        options["pretrained_cfg_overlay"] = {"state_dict": _read(checkpoint)}
+        options["pretrained_cfg_overlay"] = {"state_dict": read_weights(checkpoint, "--dino-checkpoint")}
     with torch.random.fork_rng(devices=[]):  # the run's random numbers stay the same
         torch.random.default_generator.manual_seed(0)  # not those of the GPU
         try:
@@ -106,27 +105,3 @@ def load_dino(name: str, checkpoint: Path | None, random: bool, image_size: int)
     if random:
         print(f"DINOv2: seeded random weights of {name}, for trying the code; the results say nothing about the method")
     return network
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    if not path.is_file():
-        raise UserError(f"--dino-checkpoint {path}: no such file")
-    try:
-        safe = path.suffix == ".safetensors"
-        weights = load_file(path) if safe else torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError, SafetensorError) as error:
-        raise UserError(f"--dino-checkpoint {path}: not a readable file of weights ({error})") from error
-    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
-        raise UserError(f"--dino-checkpoint {path}: holds no plain dictionary of weights, as DINOv2's files do")
-    return weights
-
-
-def weights_hash(module: nn.Module) -> str:
-    """SHA-256 of a module's weights and their names."""
-    digest = hashlib.sha256()
-    for name, value in sorted(module.state_dict().items()):
-        digest.update(name.encode() + value.detach().float().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()

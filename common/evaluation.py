@@ -25,7 +25,7 @@ Pairs = Iterable[tuple[Tensor, Tensor]]  # latent actions (B, d_z) and actions (
 
 # Evaluation episodes are the same for every method and training seed, and no dataset uses their seeds.
 EVALUATION_SEED = 0xE7A1
-LATENTS_KEPT = 4000  # of the test split, for pictures
+LATENTS_KEPT = 8000  # of the test split at most, evenly spaced, for pictures
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -102,34 +102,12 @@ class LinearProbe:
         return torch.from_numpy(solution / scale[:, None])
 
 
-class _Thinned:
-    """Evenly spaced rows of a stream of unknown length: all, or from LATENTS_KEPT to twice as many."""
-
-    def __init__(self) -> None:
-        self.count, self.step = 0, 1
-        self.rows: list[tuple[np.ndarray, np.ndarray]] = []
-
-    def add(self, *columns: np.ndarray) -> None:
-        """Adds rows (B, ...) of each column."""
-        keep = np.arange(-self.count % self.step, len(columns[0]), self.step)
-        self.rows += list(zip(*(column[keep] for column in columns)))
-        self.count += len(columns[0])
-        while len(self.rows) >= 2 * LATENTS_KEPT:
-            self.rows, self.step = self.rows[::2], 2 * self.step
-
-    def columns(self) -> list[np.ndarray]:
-        return [np.stack(column) for column in zip(*self.rows)]
-
-
-def nmse(train: Pairs, test: Pairs, variance: float, kept: Path | None = None) -> dict[str, Any]:
+def nmse(train: Pairs, test: Pairs, variance: float) -> dict[str, Any]:
     """NMSE of the linear probe, fitted on `train` and evaluated on `test`.
 
     The mean squared error over samples and dimensions, divided by `variance`, the mean per-dimension variance of the
     clipped train actions (`Dataset.action_variance`). The paper's equation sums over dimensions; its text and its
     numbers mean the average. 1 is the error of the mean action.
-
-    kept: file for some of the test pairs, evenly spaced, to look at: `z` float32 (N, d_z), `action` float32 (N, A) and
-    `step`, how many transitions one is after the other.
 
     Returns ``nmse`` and ``per_dimension``: each dimension's mean squared error over the same denominator.
     """
@@ -138,19 +116,26 @@ def nmse(train: Pairs, test: Pairs, variance: float, kept: Path | None = None) -
         probe.add(z, action)
     weights = probe.solve()
     total, count = torch.zeros(weights.shape[1], dtype=torch.float64), 0
-    shown = _Thinned()
     for z, action in test:
-        if kept is not None:
-            shown.add(z.cpu().numpy(), action.cpu().numpy())
         prediction = z.double() @ weights[:-1].to(z.device) + weights[-1].to(z.device)
         total += (prediction - action.double()).square().sum(0).cpu()
         count += len(z)
-    if kept is not None:
-        latents, actions = shown.columns()
-        with atomic_path(kept) as temporary:
-            np.savez(temporary, z=latents, action=actions, step=shown.step)
     error = total / count / variance
     return {"nmse": error.mean().item(), "per_dimension": error.tolist()}
+
+
+def saved_on_the_way(pairs: Pairs, path: Path, step: int) -> Pairs:
+    """The same pairs; after the last one, every `step`-th is written to look at: `z` (N, d_z), `action` (N, A)."""
+    shown: list[tuple[np.ndarray, np.ndarray]] = []
+    count = 0
+    for z, action in pairs:
+        rows = slice(-count % step, None, step)
+        shown.append((z[rows].cpu().numpy(), action[rows].cpu().numpy()))
+        count += len(z)
+        yield z, action
+    latents, actions = (np.concatenate(column) for column in zip(*shown))
+    with atomic_path(path) as temporary:
+        np.savez(temporary, z=latents, action=actions, step=step)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -361,8 +346,9 @@ def probe(
         actions = torch.from_numpy(train_set.action[train_set.transitions].clip(-1, 1))
         fitted_on = zip(latents.split(65536), actions.split(65536))
         variance = train_set.action_variance
+        step = -(-test_set.num_transitions // LATENTS_KEPT)
         held_out = outputs(partial(encode, model), test_set, **windows)
-        trained = nmse(fitted_on, held_out, variance, run.dir / "latents.npz")
+        trained = nmse(fitted_on, saved_on_the_way(held_out, run.dir / "latents.npz", step), variance)
         control = [outputs(partial(encode, untrained), split, **windows) for split in (train_set, test_set)]
         return trained | {"untrained": nmse(*control, variance)["nmse"]}
 

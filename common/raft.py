@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-import pickle
 import re
 import shlex
-import zipfile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +19,7 @@ from common.cli import Progress, Stopped, UserError, stop_requested
 from common.dataset import Dataset
 from common.shards import Shard, derived_path, read_derived, write_derived
 from common.store import Damaged
+from common.weights import read_weights, weights_hash
 
 # The authors' names -> torchvision's.
 RENAMED = (
@@ -83,7 +82,7 @@ def load_raft(size: Literal["large", "small"], checkpoint: Path | None, device: 
     if checkpoint is None:
         weights = _download((optical_flow.Raft_Large_Weights if large else optical_flow.Raft_Small_Weights).DEFAULT)
     else:
-        weights = to_torchvision(_read(checkpoint))
+        weights = to_torchvision(read_weights(checkpoint, "--raft-checkpoint"))
     state = model.state_dict()
     counters = {name: value for name, value in state.items() if name.endswith("num_batches_tracked")}
     weights = {name: value for name, value in weights.items() if name not in counters}
@@ -95,22 +94,7 @@ def load_raft(size: Literal["large", "small"], checkpoint: Path | None, device: 
             f"{len(wanted)} names fit); is it RAFT {other}? Then add --raft {other}"
         )
     model.load_state_dict(counters | weights)
-    digest = hashlib.sha256()
-    for name in sorted(weights):
-        digest.update(name.encode() + weights[name].float().contiguous().numpy().tobytes())
-    return model.eval().requires_grad_(False).to(device), digest.hexdigest()
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise UserError(f"--raft-checkpoint {path}: no such file (where the flow is complete, leave the flag out)")
-    try:
-        weights = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-        raise UserError(f"--raft-checkpoint {path}: not a readable file of weights ({error})") from error
-    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
-        raise UserError(f"--raft-checkpoint {path}: holds no plain dictionary of weights, as RAFT's files do")
-    return weights
+    return model.eval().requires_grad_(False).to(device), weights_hash(weights)
 
 
 def _download(weights) -> dict[str, Tensor]:

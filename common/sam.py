@@ -7,7 +7,6 @@ frame, `Tracker` takes frame t of all episodes as one batch and forgets what the
 
 import hashlib
 import itertools
-import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from common.cli import UserError
+from common.weights import read_weights
 
 MODELS = ("tiny", "small", "base-plus", "large")  # sizes of the image encoder
 HUB = "facebook/sam2.1-hiera-"  # and the model: its repository on the Hugging Face hub
@@ -56,18 +56,8 @@ def download_checkpoint(model: str) -> Path:
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], str]:
     """The weights in a checkpoint of SAM 2.1, and the file's SHA-256. UserError if the file is something else."""
-    if not path.is_file():
-        raise UserError(f"--checkpoint {path}: no such file")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError, KeyError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"--checkpoint {path}: not a checkpoint of torch, or damaged ({reason})") from error
-    weights = state.get("model") if isinstance(state, dict) else None
-    if not isinstance(weights, dict):
-        raise UserError(f"--checkpoint {path}: holds no 'model', so it is not a checkpoint of SAM 2.1")
-    return weights, digest
+    weights = read_weights(path, "--checkpoint", inside="model")
+    return weights, hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def load_predictor(model: str, weights: dict[str, Tensor] | None, image_size: int, device: torch.device) -> nn.Module:

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from common.cli import UserError
+
 
 def read_weights(path: Path, option: str, inside: str | None = None) -> dict[str, Tensor]:
     """The tensors of a checkpoint (.safetensors, or what `torch.load` reads with `weights_only`) by their names.
@@ -22,8 +24,6 @@ def read_weights(path: Path, option: str, inside: str | None = None) -> dict[str
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
-
-    from common.cli import UserError
 
     if not path.is_file():
         raise UserError(f"{option} {path}: no such file")
