@@ -55,6 +55,8 @@ class Args:
     """small networks and a short schedule for a CPU with two cores; the code path stays the same"""
     distractors: bool = True
     """train and evaluate on the distractor render; --no-distractors takes the clean one"""
+    stages: Literal["lam", "all"] = "all"
+    """lam: end after the latent action model and its NMSE; the same command with all goes on from there"""
     num_labels: tuple[Count, ...] = (128_000,)
     """labelled transitions, drawn by whole episodes; several budgets train a decoder each"""
     latent_dim: Count = 128
@@ -303,7 +305,9 @@ class LatentActionModel(nn.Module):
 
 
 # --- method: loss ---
-FIELDS = ("frames",)  # what of a batch `model_inputs` looks at
+def input_fields(args: Args) -> tuple[str, ...]:
+    """What of a batch `model_inputs` looks at."""
+    return ("frames",)
 
 
 def open_split(args: Args, split: str) -> Dataset:
@@ -440,7 +444,7 @@ def main(args: Args) -> None:
     device = runs.choose_device(args.device)
     on_device = {"auto": "auto", "always": True, "never": False}[args.data_on_gpu]
     train_set, test_set = open_split(args, "train"), open_split(args, "test")
-    distractors = evaluation.held_out_distractors(test_set, args.clips_dir, args.eval_steps)
+    distractors = evaluation.held_out_distractors(test_set, args)
     default = defaults([f"--env={args.env}", *(["--quick"] if args.quick else [])])
     labelled = train_set.labelled(max(args.num_labels), args.seed)
     run = runs.Run.open(args, Path(__file__).stem, default, train_set, test_set, device)
@@ -478,9 +482,15 @@ def main(args: Args) -> None:
 
     # What it learned: latent actions at k = 1 of all transitions, and how well a linear probe reads actions from them.
     encode_with = partial(encode, args=args)
-    windows = {"batch_size": args.batch_size, "device": device, "max_offset": 1, "fields": FIELDS}
+    windows = {"batch_size": args.batch_size, "device": device, "max_offset": 1, "fields": input_fields(args)}
     latents = evaluation.table(run, "latents", partial(encode_with, model), train_set, train_set.transitions, **windows)
     probed = evaluation.probe(run, encode_with, model, untrained, latents, train_set, test_set, **windows)
+
+    networks = {"lam": model} | dict(model.named_children())
+    about = {"train_set": train_set, "test_set": test_set, "labelled": labelled, "drawn": drawn}
+    if args.stages == "lam":
+        evaluation.write_result(run, probed, [], networks, **about)
+        return
 
     # Stage 2: the latent policy clones the latent actions from the current frames.
     latents_here, transitions = latents.to(device), torch.from_numpy(train_set.transitions).to(device)
@@ -525,9 +535,7 @@ def main(args: Args) -> None:
             return decoder(predict_latents(policy, frames))
 
     decoded = evaluation.evaluate(run, args, act, decoders, distractors, train_set, test_set, device)
-    networks = {"lam": model, "policy": policy, "decoder": decoder} | dict(model.named_children())
-    evaluation.write_result(run, probed, decoded, networks, train_set, test_set, labelled, drawn)
-    run.close()
+    evaluation.write_result(run, probed, decoded, networks | {"policy": policy, "decoder": decoder}, **about)
 
 
 if __name__ == "__main__":

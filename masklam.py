@@ -38,7 +38,7 @@ from typing import Annotated
 
 from common import pictures
 from common.cli import Range
-from common.masks import dilate, occlusion, unpack_masks
+from common.masks import attach_mask_blocks, dilate, occlusion, unpack_masks
 
 # --- end method ---
 
@@ -53,6 +53,8 @@ class Args:
     """small networks and a short schedule for a CPU with two cores; the code path stays the same"""
     distractors: bool = True
     """train and evaluate on the distractor render; --no-distractors takes the clean one"""
+    stages: Literal["lam", "all"] = "all"
+    """lam: end after the latent action model and its NMSE; the same command with all goes on from there"""
     num_labels: tuple[Count, ...] = (128_000,)
     """labelled transitions, drawn by whole episodes; several budgets train a decoder each"""
     latent_dim: Count = 128
@@ -269,22 +271,28 @@ class LatentActionModel(nn.Module):
 
 
 # --- method: loss ---
-FIELDS = ("frames", "masks")  # what of a batch `model_inputs` looks at
+def input_fields(args: Args) -> tuple[str, ...]:
+    """What of a batch `model_inputs` looks at."""
+    return ("frames", "masks", "blocks") if args.occlusion else ("frames", "masks")
 
 
 def open_split(args: Args, split: str) -> Dataset:
     """The data of a split as the method sees it."""
-    return Dataset(args.data_dir, args.env, split, "distractor" if args.distractors else "clean", args.mask_source)
+    render = "distractor" if args.distractors else "clean"
+    dataset = Dataset(args.data_dir, args.env, split, render, args.mask_source)
+    if args.occlusion:  # its box is that of the masks from t-2 to t+10, whatever k is
+        attach_mask_blocks(dataset, "blocks", first=-2, last=10)
+    return dataset
 
 
 def model_inputs(batch: Batch, args: Args) -> Tensor:
     """What the networks see of a batch: windows (B, F, 4, H, W), the mask behind the colours, in which 0 is gray."""
     frames = normalise(batch.frames)
-    true_masks = masks = unpack_masks(batch.masks, *frames.shape[-2:])
+    masks = unpack_masks(batch.masks, *frames.shape[-2:])
     if args.mask_dilation:
         masks = dilate(masks, args.mask_dilation)
     if args.occlusion:
-        hidden = occlusion(true_masks, args.occlusion, batch.noise)
+        hidden = occlusion(unpack_masks(batch.extra, *frames.shape[-2:]), args.occlusion, batch.noise)
         frames, masks = frames.masked_fill(hidden, 0.0), masks.masked_fill(hidden, 0.0)
     return torch.cat([frames * masks if args.input_mask else frames, masks], dim=2)
 
@@ -319,7 +327,7 @@ def lam_loss(model: LatentActionModel, batch: Batch, args: Args) -> tuple[Tensor
 
 def draw(run: runs.Run, args: Args, model: LatentActionModel, test_set: Dataset, device: torch.device) -> list[Path]:
     """Predictions for held-out transitions beside the true frames."""
-    batch = evaluation.held_out_batch(test_set, device, FIELDS)
+    batch = evaluation.held_out_batch(test_set, device, input_fields(args))
     with torch.inference_mode():
         window = model_inputs(batch, args)
         prediction, _ = model(window)
@@ -417,7 +425,7 @@ def main(args: Args) -> None:
     device = runs.choose_device(args.device)
     on_device = {"auto": "auto", "always": True, "never": False}[args.data_on_gpu]
     train_set, test_set = open_split(args, "train"), open_split(args, "test")
-    distractors = evaluation.held_out_distractors(test_set, args.clips_dir, args.eval_steps)
+    distractors = evaluation.held_out_distractors(test_set, args)
     default = defaults([f"--env={args.env}", *(["--quick"] if args.quick else [])])
     labelled = train_set.labelled(max(args.num_labels), args.seed)
     run = runs.Run.open(args, Path(__file__).stem, default, train_set, test_set, device)
@@ -438,7 +446,7 @@ def main(args: Args) -> None:
     model = LatentActionModel(args, size, action_dim).apply(orthogonal_init)
     model.to(device, memory_format=torch.channels_last)
     untrained = copy.deepcopy(model).eval()  # the control of the probe
-    windows = {"max_offset": args.max_offset, "fields": FIELDS}
+    windows = {"max_offset": args.max_offset, "fields": input_fields(args)}
     sampler = Sampler(train_set, args.batch_size, seed=args.seed, device=device, on_device=on_device, **windows)
     updates = updates_for(args.lam_epochs, args.lam_updates, sampler)
     train(run, args, "lam", model, lam_loss, sampler, updates, args.lam_lr, args.lam_clip, probe)
@@ -449,9 +457,15 @@ def main(args: Args) -> None:
 
     # What it learned: latent actions at k = 1 of all transitions, and how well a linear probe reads actions from them.
     encode_with = partial(encode, args=args)
-    windows = {"batch_size": args.batch_size, "device": device, "max_offset": 1, "fields": FIELDS}
+    windows = {"batch_size": args.batch_size, "device": device, "max_offset": 1, "fields": input_fields(args)}
     latents = evaluation.table(run, "latents", partial(encode_with, model), train_set, train_set.transitions, **windows)
     probed = evaluation.probe(run, encode_with, model, untrained, latents, train_set, test_set, **windows)
+
+    networks = {"lam": model} | dict(model.named_children())
+    about = {"train_set": train_set, "test_set": test_set, "labelled": labelled, "drawn": drawn}
+    if args.stages == "lam":
+        evaluation.write_result(run, probed, [], networks, **about)
+        return
 
     # Stage 2: the latent policy clones the latent actions from the current frames.
     latents_here, transitions = latents.to(device), torch.from_numpy(train_set.transitions).to(device)
@@ -496,9 +510,7 @@ def main(args: Args) -> None:
             return decoder(predict_latents(policy, frames))
 
     decoded = evaluation.evaluate(run, args, act, decoders, distractors, train_set, test_set, device)
-    networks = {"lam": model, "policy": policy, "decoder": decoder} | dict(model.named_children())
-    evaluation.write_result(run, probed, decoded, networks, train_set, test_set, labelled, drawn)
-    run.close()
+    evaluation.write_result(run, probed, decoded, networks | {"policy": policy, "decoder": decoder}, **about)
 
 
 if __name__ == "__main__":

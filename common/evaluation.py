@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import signal
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -18,7 +20,7 @@ from common.cli import Progress, Stopped, UserError, stop_requested
 from common.dataset import Batch, Dataset, sequential
 from common.distractors import DistractorConfig, clips_digest
 from common.envs import make_env
-from common.store import atomic_path
+from common.store import atomic_path, write_json
 from common.tasks import Task, get_task
 
 Pairs = Iterable[tuple[Tensor, Tensor]]  # latent actions (B, d_z) and actions (B, A) clipped to [-1, 1]
@@ -165,20 +167,37 @@ class _Episodes(gymnasium.Wrapper):
         return self.last, *rest
 
 
-def held_out_distractors(test_set: Dataset, clips_dir: Path | None, steps: int | None = None) -> DistractorConfig:
+def held_out_distractors(test_set: Dataset, args: Any) -> DistractorConfig:
     """The distractors of evaluation episodes: those that made the test split, with the same clips.
 
+    Call it before training: what the last stage needs is tried here, OpenGL too, if that stage is going to run.
+
     Args:
-        clips_dir: folder of the clips (DAVIS in its official layout, or the user's own); None: data/DAVIS.
-        steps: of an episode; None: the task's.
+        args: a script's; clips_dir is the folder of the clips (DAVIS in its official layout, or the user's own; None:
+            data/DAVIS), eval_steps the length of an episode (None: the task's).
 
     Raises:
-        UserError: the clips are missing, or are not the ones that made the test split, or the task has fewer steps.
-            Call it before training.
+        UserError: the clips are missing or not the ones that made the test split, the task has fewer steps, or nothing
+            can be rendered.
     """
-    settings, task = test_set.plan["distractors"], get_task(test_set.env)
+    if args.stages == "lam":
+        return DistractorConfig()
+    steps, clips_dir = args.eval_steps, args.clips_dir
+    config = _distractors(test_set, clips_dir)
+    task = get_task(test_set.env)
     if steps is not None and steps > task.max_steps:
         raise UserError(f"--eval-steps is {steps}, but {task.name} ends after {task.max_steps} steps")
+    env = make_env(
+        task.name, split="test", renders=(test_set.render,), masks=False, quality=test_set.plan["quality"],
+        distractors=config, image_size=test_set.image_size, max_steps=steps,
+    )  # fmt: skip
+    env.reset(seed=0)
+    env.close()
+    return config
+
+
+def _distractors(test_set: Dataset, clips_dir: Path | None) -> DistractorConfig:
+    settings, task = test_set.plan["distractors"], get_task(test_set.env)
     if test_set.render == "clean" or settings is None:
         return DistractorConfig()
     kind, folder = settings["backgrounds"], Path("data/DAVIS") if clips_dir is None else clips_dir
@@ -341,16 +360,28 @@ def probe(
         latents: of the trained model for all transitions of the train split, (N, d_z).
         windows: batch_size, device, max_offset and fields of the batches.
     """
+    variance = train_set.action_variance
+
+    def control() -> float:
+        """Computed once for all runs that begin with the same latent actions, since training does not change it."""
+        first, _ = next(iter(outputs(partial(encode, untrained), test_set, **windows)))
+        begin = f"{train_set.hash} {test_set.hash} {train_set.render}".encode() + first.cpu().numpy().tobytes()
+        path = Path(run.args.runs_dir) / "controls" / f"{run.args.env}-{hashlib.sha256(begin).hexdigest()[:16]}.json"
+        if not path.exists():
+            sets = [outputs(partial(encode, untrained), split, **windows) for split in (train_set, test_set)]
+            write_json(path, nmse(*sets, variance)["nmse"])
+        return json.loads(path.read_text(encoding="utf-8"))
 
     def compute() -> dict[str, Any]:
         actions = torch.from_numpy(train_set.action[train_set.transitions].clip(-1, 1))
         fitted_on = zip(latents.split(65536), actions.split(65536))
-        variance = train_set.action_variance
         step = -(-test_set.num_transitions // LATENTS_KEPT)
         held_out = outputs(partial(encode, model), test_set, **windows)
         trained = nmse(fitted_on, saved_on_the_way(held_out, run.dir / "latents.npz", step), variance)
-        control = [outputs(partial(encode, untrained), split, **windows) for split in (train_set, test_set)]
-        return trained | {"untrained": nmse(*control, variance)["nmse"]}
+        probed = trained | {"untrained": control()}
+        run.log("eval", 0, {"eval/nmse": probed["nmse"], "eval/nmse_untrained": probed["untrained"]})
+        print(f"NMSE {probed['nmse']:.4f}, untrained {probed['untrained']:.4f}", flush=True)
+        return probed
 
     return run.once("probe", compute)
 
@@ -408,23 +439,24 @@ def write_result(
     """Draws the curves and writes the result of a run; its metrics are those of the largest label budget.
 
     Args:
-        probed, decoded: from `probe` and `evaluate`.
+        probed, decoded: from `probe` and `evaluate`; the latter is empty after stage 1 alone.
         networks: name -> network, whose parameters are counted.
         labelled: global indices of the labelled transitions.
         drawn: the pictures of the run.
     """
-    best = decoded[-1]
-    metrics = {
-        "eval/nmse": probed["nmse"],
-        "eval/nmse_untrained": probed["untrained"],
-        "eval/return": best["return_mean"],
-        "eval/return_std": best["return_std"],
-        "eval/normalised_paper": best["normalised_paper"],
-        "eval/normalised_dataset": best["normalised_dataset"],
-    }
-    if "success_rate" in best:
-        metrics["eval/success_rate"] = best["success_rate"]
-    run.log("eval", 0, {name: value for name, value in metrics.items() if value is not None})
+    metrics = {"eval/nmse": probed["nmse"], "eval/nmse_untrained": probed["untrained"]}
+    if decoded:
+        best = decoded[-1]
+        scores = {
+            "eval/return": best["return_mean"],
+            "eval/return_std": best["return_std"],
+            "eval/normalised_paper": best["normalised_paper"],
+            "eval/normalised_dataset": best["normalised_dataset"],
+        }
+        if "success_rate" in best:
+            scores["eval/success_rate"] = best["success_rate"]
+        run.log("eval", 0, {name: value for name, value in scores.items() if value is not None})
+        metrics |= scores
     drawn = [*drawn, pictures.curves(run.dir / "curves.png", run.read_metrics())]
     episodes, counts = np.unique(train_set.episode_of_frame[labelled], return_counts=True)
     run.write_result(

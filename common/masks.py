@@ -1,8 +1,13 @@
 """Masks on the device: unpacked from bits, grown or shrunk, and hidden behind a rectangle."""
 
+import hashlib
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from common.dataset import Dataset
 
 
 def unpack_masks(packed: Tensor, height: int, width: int) -> Tensor:
@@ -10,6 +15,22 @@ def unpack_masks(packed: Tensor, height: int, width: int) -> Tensor:
     shift = torch.arange(7, -1, -1, dtype=torch.uint8, device=packed.device)
     bits = (packed.unsqueeze(-1) >> shift) & 1
     return bits.view(*packed.shape[:-1], 1, height, width).float()
+
+
+def attach_mask_blocks(dataset: Dataset, name: str, first: int, last: int) -> None:
+    """Attaches the union of the masks from t + first to t + last, inside the episode, bit-packed like the masks."""
+    parts, digest = [], hashlib.sha256()
+    for shard in dataset.shards:
+        masks = dataset.rows("masks", np.arange(shard.frames) + sum(map(len, parts)))
+        union = np.zeros_like(masks)
+        episode = np.repeat(np.arange(shard.num_episodes), np.diff(shard.episode_start))
+        frames = np.arange(shard.frames)
+        for offset in range(first, last + 1):
+            beside = np.clip(frames + offset, shard.episode_start[episode], shard.episode_start[episode + 1] - 1)
+            union |= masks[beside]
+        parts.append(union)
+        digest.update(union.data)
+    dataset.attach(name, parts, digest.hexdigest(), {"first": first, "last": last})
 
 
 def dilate(masks: Tensor, pixels: int) -> Tensor:
@@ -24,11 +45,11 @@ def occlusion(masks: Tensor, fraction: float, noise: Tensor) -> Tensor:
     """The pixels (B, 1, 1, H, W) under one random rectangle per window, over the agent (the paper's procedure).
 
     Args:
-        masks: (B, F, 1, H, W) of zeros and ones; the rectangle lies in the bounding box of their union over the window.
+        masks: (B, 1, H, W) of zeros and ones; the rectangle lies in the bounding box.
         fraction: area of the rectangle as a share of that box.
         noise: (B, 3) uniform in [0, 1): aspect ratio exp(U(-1/2, 1/2)), top, left.
     """
-    union = masks.amax(dim=(1, 2)) > 0.5  # (B, H, W)
+    union = masks[:, 0] > 0.5  # (B, H, W)
 
     def extent(hit: Tensor) -> tuple[Tensor, Tensor]:  # (B, N) to the first true index and the length up to the last
         first, behind = hit.float().argmax(1), hit.flip(1).float().argmax(1)

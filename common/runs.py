@@ -97,7 +97,8 @@ def peak_memory_gib(device: Any) -> float:
 # Fields that may differ between two commands that continue one run: they change neither data nor method. (Compiled code
 # rounds differently; the kind of device is part of a run's identity.) So may paths: what they hold is known by hashes.
 RUNTIME_FIELDS = frozenset(
-    "variant device data_on_gpu compile compile_mode eval_envs log_every checkpoint_every track wandb_project".split()
+    "stages variant device data_on_gpu eval_envs compile compile_mode log_every checkpoint_every "
+    "track wandb_project".split()
 )
 LONGEST_NAME = 180  # of a variant, in characters
 
@@ -202,7 +203,7 @@ class Run:
         return run
 
     def is_finished(self) -> bool:
-        """Whether the result is there, for all label budgets that are asked for."""
+        """Whether the result is there, for the stages and all label budgets that are asked for."""
         path = self.dir / "result.json"
         if not path.exists():
             return False
@@ -210,7 +211,7 @@ class Run:
             decoders = json.loads(path.read_text(encoding="utf-8"))["decoders"]
         except (json.JSONDecodeError, KeyError):
             raise UserError(f"{path} is damaged; remove it and rerun the command to make it again") from None
-        return {decoder["num_labels"] for decoder in decoders} >= set(self.args.num_labels)
+        return self.args.stages == "lam" or {decoder["num_labels"] for decoder in decoders} >= set(self.args.num_labels)
 
     def _check_args(self) -> None:
         path = self.dir / "args.json"
@@ -414,6 +415,7 @@ class Run:
         for name, value in metrics.items():
             print(f"{name:26} {'-' if value is None else f'{value:.4f}'}")
         print(f"result: {self.dir / 'result.json'}", flush=True)
+        self.close()
 
     def _write(self, path: Path, stage: str, step: int, state: dict[str, Any]) -> None:
         import torch
