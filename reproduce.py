@@ -34,8 +34,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from common import runs
+from common.cli import Stopped, UserError, cli, stop_requested
 from common.dataset import Dataset
-from common.errors import UserError
 from common.tasks import TASKS, get_task
 
 ROOT = Path(__file__).parent
@@ -56,7 +56,8 @@ class Method:
     """flags that --quick leaves out"""
 
 
-METHODS: dict[str, Method] = {
+Rows = dict[str, Method]
+METHODS: Rows = {
     "LAPO": Method("lapo"),
     "LAOM-Labels": Method("laom_labels", paper_scale_flags=("--policy-scale", "32")),
     "LAOF": Method("laof"),
@@ -131,26 +132,20 @@ class Experiment:
 
     title: str
     envs: list[str]
-    rows: dict[str, Method]
+    rows: Rows
     flag: str = ""
     """what a sweep varies"""
     values: tuple[Any, ...] = ()
     quick_values: tuple[Any, ...] = ()
     """if --quick needs others"""
-    one_run: bool = False
-    """all values in one run, which trains a decoder for each"""
 
     def cells(
-        self,
-        envs: Sequence[str] = (),
-        quick: bool = False,
-        values: Sequence[Any] = (),
-        rows: dict[str, Method] | None = None,
+        self, envs: Sequence[str] = (), quick: bool = False, values: Sequence[Any] = (), rows: Rows | None = None
     ) -> list[Cell]:
         """The cells on `envs` at `values`, of `rows`: by default all that the paper's experiment has."""
         values = values or (quick and self.quick_values) or self.values
         budgets: tuple[str, ...] = ()
-        if self.one_run:
+        if self.flag == "--num-labels":  # one run, which trains a decoder for each
             conditions: dict[str, tuple[str, ...]] = {"": ()}
             budgets = tuple(str(value) for value in values)
         elif self.flag:
@@ -169,9 +164,7 @@ BUDGETS = (2000, 4000, 8000, 16_000, 32_000, 64_000, 128_000)
 QUICK_BUDGETS = (500, 1000, 2000, 4000, 5000)  # Meta-World's quick data has 6000 transitions
 EXPERIMENTS = {
     "main-table": Experiment("all methods, clean and with distractors", [*DCS, *DMW], METHODS, values=tuple(RENDERS)),
-    "label-budget": Experiment(
-        "score against labels", [*DCS, *DMW], METHODS, "--num-labels", BUDGETS, QUICK_BUDGETS, one_run=True
-    ),
+    "label-budget": Experiment("score against labels", [*DCS, *DMW], METHODS, "--num-labels", BUDGETS, QUICK_BUDGETS),
     "latent-dim": Experiment("NMSE against d_z", DCS, LOSSES, "--latent-dim", (32, 64, 128, 256, 512, 1024)),
     "occlusion": Experiment("NMSE against the agent's occlusion", DCS, LOSSES, "--occlusion", (0.0, 0.25, 0.5, 0.75)),
     "mask-dilation": Experiment("NMSE against grown masks", DMW, GROWN, "--mask-dilation", (-3, -2, -1, 0, 1, 2, 3)),
@@ -308,18 +301,17 @@ def plan(args: Args) -> list[Planned]:
         raise UserError("--values is for one of the sweeps: label-budget, latent-dim, occlusion, mask-dilation")
     if args.methods and any(EXPERIMENTS[name].rows is not METHODS for name in names):
         raise UserError("--methods is for main-table and label-budget; the other experiments are MaskLAM's")
-    unknown = set(args.methods) - {*METHODS, *runs.method_scripts()}
-    if unknown:
-        rows = ", ".join([*METHODS, *runs.method_scripts()])
-        raise UserError(f"--methods {' '.join(sorted(unknown))}: no such row or method script; there are {rows}")
-    rows = {name: METHODS.get(name) or Method(name) for name in args.methods} or None
+    known = METHODS | {script: Method(script) for script in runs.method_scripts()}
+    if unknown := set(args.methods) - set(known):
+        raise UserError(f"--methods {' '.join(unknown)}: no such row or method script; there are {', '.join(known)}")
+    rows = {name: known[name] for name in args.methods}
     cells: dict[tuple[str, str, str], Cell] = {}
     for name in names:
         for cell in EXPERIMENTS[name].cells(args.env, args.quick, args.values, rows):
             key = (cell.method.script, cell.env, cell.variant)
             same = cells.get(key, cell)
             cells[key] = replace(same, label_budgets=(*same.label_budgets, *cell.label_budgets))
-    check_set(args.set, {*(cell.method.script for cell in cells.values()), *(row.script for row in METHODS.values())})
+    check_set(args.set, {cell.method.script for cell in cells.values()})
     return [planned_run(cell, seed, args) for cell in cells.values() for seed in range(1, args.seeds + 1)]
 
 
@@ -352,8 +344,9 @@ class Job:
     def command(self) -> str:
         return f"python {shlex.join(self.argv)}"
 
-    def ended(self, reason: str) -> None:
-        self.state, self.reason = "finished" if self.done() else "failed", reason
+    def ended(self, reason: str, started: bool = True) -> None:
+        self.state = "finished" if self.done() else "failed" if started else "not started"
+        self.reason = reason
         print(f"{self.state}: {self.name}", flush=True)
 
     def ready(self) -> bool:
@@ -383,19 +376,15 @@ def maker(args: Args, env: str, masks: str) -> list[str]:
     elif masks == "sam":
         words = ["make_masks.py", "--env", env, *flag_words(args.mask_set, "--mask-set")]
     else:
-        raise UserError(
-            f"the masks '{masks}' of {env} are missing, and only SAM's can be made here: "
-            f"python make_masks.py --env {env} --import DIR --name {masks}"
-        )
+        raise UserError(f"masks '{masks}' of {env} are missing: make_masks.py --env {env} --import DIR --name {masks}")
     return [*words, "--data-dir", str(args.data_dir)]
 
 
 def all_jobs(args: Args, planned: list[Planned]) -> list[Job]:
     """What makes missing data and masks, shared by several jobs each, and then the runs."""
     count = args.data_jobs or (1 if args.executor == "local" else 8)
-    inputs = {
-        run: {(run.cell.env, masks) for masks in ("gt", getattr(run.args, "mask_source", "gt"))} for run in planned
-    }
+    masks_of = {run: getattr(run.args, "mask_source", "gt") for run in planned}
+    inputs = {run: {(run.cell.env, "gt"), (run.cell.env, masks)} for run, masks in masks_of.items()}
     renders: dict[tuple[str, str], set[str]] = {}  # by task and masks, what unfinished runs need
     for run in planned:
         for key in inputs[run] if not run.finished() else ():
@@ -420,17 +409,15 @@ def describe(args: Args, planned: list[Planned], jobs: list[Job]) -> str:
     """What is going to run, and what is known beforehand about hours and disk: at the paper's scale, the paper's."""
     unfinished = [run for run in planned if not run.finished()]
     resumed = sum((run.run_dir / "args.json").exists() for run in unfinished)
-    lines = [
-        f"{len(planned)} runs: {len(planned) - len(unfinished)} finished, {resumed} to resume, "
-        f"{len(unfinished) - resumed} to start"
-    ]
+    finished, new = len(planned) - len(unfinished), len(unfinished) - resumed
+    lines = [f"{len(planned)} runs: {finished} finished, {resumed} to resume, {new} to start"]
     published = json.loads(NUMBERS.read_text())["wall_clock_hours_a100"]
     labels = {method.script: row.split("@")[0] for row, method in METHODS.items()}
     timed = [run.cell for run in unfinished if run.cell.method.script in labels and not args.quick]
     if timed:
         hours = sum(published[labels[cell.method.script]][get_task(cell.env).suite] for cell in timed)
         lines.append(f"{len(timed)} of them: {hours:,.0f} hours of one A100, if each trains as long as the paper's")
-    missing = [job.argv[2] for job in jobs if job.name.startswith("data-") and job.name.endswith("-1")]
+    missing = sorted({job.argv[2] for job in jobs if job.argv[0] == "make_dataset.py"})
     if missing:
         size = sum(DATA_GB[get_task(env).suite] for env in missing)
         size = "" if args.quick or args.data_set else f", {size:,} GB with both renders"
@@ -466,13 +453,13 @@ def run_local(jobs: list[Job], folder: Path, at_once: int | None) -> None:
             if process.poll() is not None:
                 del processes[slot]
                 job.ended(f"exit code {process.returncode}")
-        if runs.stop_requested():
+        if stop_requested():
             print(f"stopping {len(processes)} jobs, which save what they have", flush=True)
             for _, process in processes.values():
                 process.terminate()
             for _, process in processes.values():
                 process.wait()
-            raise runs.Stopped("rerun the same command to resume")
+            raise Stopped("rerun the same command to resume")
         ready = [job for job in jobs if job.ready()]
         for slot, job in zip([slot for slot in range(slots) if slot not in processes], ready):
             environment = usual | os.environ
@@ -580,16 +567,11 @@ def run_slurm(jobs: list[Job], args: Args, folder: Path) -> None:
             if job.slurm_id in queue:
                 job.last_seen = time.monotonic()
             elif job.done() or time.monotonic() - job.last_seen > FILE_SECONDS:
-                job.ended("not in Slurm's queue any more")
-                if job.state == "failed" and not (folder / f"slurm-{job.slurm_id}.log").exists():
-                    job.state = "not started"
+                job.ended(f"Slurm job {job.slurm_id}", started=(folder / f"{job.name}.log").exists())
         for _ in range(5 * QUEUE_SECONDS):
-            if runs.stop_requested():
+            if stop_requested():
                 left = " ".join(sorted({job.slurm_id.split("_")[0] for job in running}))
-                raise runs.Stopped(
-                    f"{len(running)} jobs stay in Slurm's queue (to end them: scancel {left}); rerun the same command "
-                    "to see how they ended"
-                )
+                raise Stopped(f"{len(running)} jobs stay in Slurm's queue (scancel {left} ends them); rerun to resume")
             time.sleep(0.2)
 
 
@@ -597,8 +579,6 @@ def report(jobs: list[Job], folder: Path) -> None:
     """UserError with commands and the ends of logs if not all jobs are finished, whoever finished them."""
     failed = [job for job in jobs if job.state == "failed" and not job.done()]
     not_started = [job for job in jobs if job.state == "not started" and not job.done()]
-    if not failed and not not_started:
-        return
     lines = [f"{len(failed)} of {len(jobs)} jobs failed"]
     for job in failed:
         log = folder / f"{job.name}.log"
@@ -610,7 +590,8 @@ def report(jobs: list[Job], folder: Path) -> None:
         lines += ["", f"{len(not_started)} jobs were not started: cancelled, or others that they need did not finish"]
         lines += [f"  {job.name}" for job in not_started]
     lines += ["", "Rerun the same command to try them again; what is finished is skipped."]
-    raise UserError("\n".join(lines))
+    if failed or not_started:
+        raise UserError("\n".join(lines))
 
 
 def main(args: Args) -> None:
@@ -636,4 +617,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    runs.cli(main, Args())
+    cli(main, Args())
