@@ -286,8 +286,8 @@ def planned_run(cell: Cell, seed: int, args: Args) -> Planned:
     clips = data.get("davis-dir") if backgrounds == "davis" else backgrounds
     if clips and backgrounds != "synthetic":
         further.insert(0, f"--clips-dir={clips}")
-    argv = (*cell.words(further), *words)
-    return Planned(cell, (f"{script}.py", *argv), parse(script, argv)[0], cell.run_dir(args.runs_dir, seed))
+    argv = cell.words(further)
+    return Planned(cell, (f"{script}.py", *argv, *words), parse(script, argv)[0], cell.run_dir(args.runs_dir, seed))
 
 
 def plan(args: Args) -> list[Planned]:
