@@ -113,12 +113,6 @@ def is_runtime(field: dataclasses.Field[Any]) -> bool:
     return field.name in RUNTIME_FIELDS or "Path" in str(field.type)
 
 
-def method_scripts() -> list[str]:
-    """The method scripts, a user's too: every Python file at the top level that has the mark of a method."""
-    root = Path(__file__).parents[1]
-    return sorted(p.stem for p in root.glob("*.py") if "# --- method: about ---" in p.read_text().splitlines())
-
-
 def variant_name(args: Any, default: Any) -> str:
     """Names what `args` changes against the defaults of its environment, for the run directory: ``default`` or
     ``no-loss-mask_latent-dim=64``. Seed, environment and runtime fields have their own place and are left out; of
