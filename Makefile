@@ -16,7 +16,7 @@ quickstart: $(INSTALLED)
 	$(BIN)/python make_dataset.py $(QUICK) --backgrounds synthetic --workers 2
 	$(BIN)/python lapo.py $(QUICK)
 	$(BIN)/python masklam.py $(QUICK)
-	$(BIN)/python -m benchmarks.table runs/lapo/cheetah-run/quick/seed1 runs/masklam/cheetah-run/quick/seed1
+	$(BIN)/python make_figures.py --compare runs/lapo/cheetah-run/quick/seed1 runs/masklam/cheetah-run/quick/seed1
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile

@@ -1,17 +1,218 @@
-"""Tables with footnotes in Markdown, LaTeX, HTML and as a picture, and the page that shows everything."""
+"""Finished runs in cells, with what is wrong with each; tables in three notations; the page of all figures."""
 
 from __future__ import annotations
 
 import base64
-import html
+import dataclasses
+import importlib
+import json
+import math
+import statistics
 import string
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from common.results import Stat
-from common.runs import atomic_path
+import numpy as np
 
-DASH = "-"
+from common import runs
+from common.cli import UserError
+from common.store import atomic_path
+from common.tasks import get_task
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs
+
+
+@dataclass
+class Run:
+    """A run directory: its arguments, and its result if it is finished."""
+
+    dir: Path
+    script: str
+    env: str
+    variant: str
+    seed: int
+    args: dict[str, Any]
+    result: dict[str, Any] | None = None
+
+    @property
+    def commit(self) -> str:
+        """The first letters of a finished run's commit, with the mark of uncommitted changes."""
+        commit = self.result.get("commit") or "unknown"
+        return commit[:8] + commit[40:]
+
+    def metrics(self, budget: int | None = None) -> dict[str, float | None]:
+        """What a finished run measured. budget: the scores of its decoder with so many labels; empty without one."""
+        if budget is None:
+            return self.result["metrics"]
+        decoders = [one for one in self.result.get("decoders", []) if one["num_labels"] == budget]
+        return {f"eval/{name.removesuffix('_mean')}": value for one in decoders for name, value in one.items()}
+
+
+def read_run(directory: Path) -> Run:
+    """The run in a directory <script>/<env>/<variant>/seed<n>, which is its name, whatever its arguments say.
+
+    UserError if a file is missing, damaged, or lacks what every run has.
+    """
+    script, env, variant, seed = directory.absolute().parts[-4:]
+    path = directory / "args.json"
+    try:
+        args = dict(json.loads(path.read_text(encoding="utf-8")))
+        run = Run(directory, script, get_task(env).name, variant, int(seed.removeprefix("seed")), args)
+        path = directory / "result.json"
+        if path.exists():
+            run.result = json.loads(path.read_text(encoding="utf-8"))
+            numbers = [*run.result["metrics"].values(), *run.result["seconds"].values()]
+            numbers += [run.result["peak_memory_gib"], run.result["stages"]["lam"]["samples_per_s"]]
+            if not all(isinstance(number, int | float | None) for number in numbers) or "machine" not in run.result:
+                raise ValueError("its numbers are no numbers")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError) as error:
+        raise UserError(f"{path} cannot be read ({error!r}): rerun the run's command, or remove the run") from None
+    return run
+
+
+def find_runs(folder: Path) -> tuple[list[Run], list[str]]:
+    """Every run below a folder of run directories, and what is wrong with those that are left out."""
+    members, problems = [], []
+    for path in sorted(folder.glob("*/*/*/seed*/args.json")):
+        try:
+            members.append(read_run(path.parent))
+        except UserError as error:
+            problems.append(str(error))
+    return members, problems
+
+
+class Stat(NamedTuple):
+    """Mean and standard deviation over seeds (n - 1; NaN for a single value)."""
+
+    mean: float
+    std: float
+
+
+def stat(values: list[float]) -> Stat:
+    """Mean and sample standard deviation."""
+    return Stat(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan)
+
+
+def average(stats: list[Stat]) -> Stat:
+    """The paper's aggregate over tasks: the mean of their means, and the mean of their standard deviations."""
+    return Stat(*np.mean(stats, axis=0).tolist())
+
+
+@dataclass
+class Cell:
+    """The runs of one method, task and setting that differ in their seeds alone.
+
+    `runs`: finished ones. `notes`: what a reader must know before trusting the average. `mixed`: the runs saw different
+    data, so that they are not averaged. `budget`: labelled transitions of the action decoder whose scores count; None:
+    the run's largest.
+    """
+
+    runs: list[Run] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    mixed: bool = False
+    budget: int | None = None
+
+    def values(self, metric: str) -> list[float]:
+        """A metric of each run that has it."""
+        values = [run.metrics(self.budget).get(metric) for run in self.runs]
+        return [value for value in values if value is not None]
+
+    def stat(self, metric: str) -> Stat | None:
+        """Mean and deviation of a metric; None without values, or if the runs must not be averaged."""
+        values = self.values(metric)
+        return None if self.mixed or not values else stat(values)
+
+
+def make_cell(members: list[Run], seeds: int, budget: int | None = None) -> Cell:
+    """A cell of `members`, finished or not, with notes on what keeps them from being `seeds` seeds of one experiment.
+
+    Only those with a decoder of that `budget` count.
+    """
+    finished = [run for run in members if run.result is not None and run.metrics(budget)]
+    cell = Cell(finished, [f"seed {run.seed} is not finished" for run in members if run.result is None], budget=budget)
+    if not finished:
+        return cell
+    if len(finished) < seeds:
+        cell.notes.append(f"{len(finished)} of {seeds} seeds")
+    keys = set().union(*(run.args for run in finished)) - runs.RUNTIME_FIELDS - {"seed"}
+    # Where files lie does not matter, hashes tell what they hold; and scores are compared at one label budget.
+    keys = {key for key in keys if not key.endswith(("_dir", "_checkpoint")) and key != "num_labels"}
+    different = sorted(key for key in keys if any(run.args.get(key) != finished[0].args.get(key) for run in finished))
+    # Hashes of the data set, of masks, and of weights behind flow and features: what the runs have learned from.
+    cell.mixed = any(key.endswith("_hash") for key in different)
+    if different:
+        cell.notes.append(f"seeds differ in {', '.join(different)}{', not averaged' if cell.mixed else ''}")
+    commits = sorted({run.commit for run in finished})
+    if len(commits) > 1:
+        cell.notes.append(f"different commits: {', '.join(commits)}")
+    elif commits[0].endswith("+changes"):
+        cell.notes.append("made from uncommitted changes")
+    return cell
+
+
+def mark_odd_data(rows: list[dict[Any, Cell]]) -> None:
+    """Notes at cells whose runs saw another data set than those of most rows. rows: cells by task and render."""
+    for key in set().union(*rows):
+        cells = [row[key] for row in rows if key in row and row[key].runs and not row[key].mixed]
+        hashes = [(cell.runs[0].args.get("train_hash"), cell.runs[0].args.get("test_hash")) for cell in cells]
+        for cell, own in zip(cells, hashes):
+            if own != statistics.mode(hashes):
+                cell.notes.append("another data set than the other rows")
+
+
+def iqm_interval(by_task: list[list[float]], resamples: int, seed: int = 0) -> tuple[float, float, float] | None:
+    """Interquartile mean over the runs of all tasks and its 95% interval by the stratified percentile bootstrap, which
+    draws each task's runs anew among themselves (arXiv 2108.13264).
+
+    Returns None without values, and an interval of NaN if a task has a single run.
+    """
+    from scipy.stats import bootstrap, trim_mean
+
+    samples = [np.asarray(values, float) for values in by_task if values]
+    if not samples:
+        return None
+
+    def statistic(*parts: np.ndarray, axis: int = -1) -> np.ndarray:
+        return trim_mean(np.concatenate(parts, axis=axis), 0.25, axis=axis)
+
+    point = float(statistic(*samples))
+    if min(map(len, samples)) < 2:
+        return point, math.nan, math.nan
+    rng = np.random.default_rng(seed)
+    result = bootstrap(samples, statistic, n_resamples=resamples, vectorized=True, method="percentile", rng=rng)
+    return point, float(result.confidence_interval.low), float(result.confidence_interval.high)
+
+
+def load_model(run: Run) -> tuple[Any, Any, Any]:
+    """The script's module, the run's arguments and its trained latent action model, in evaluation mode on the CPU.
+
+    UserError if the script or the weights are missing, or do not fit each other.
+    """
+    import torch
+
+    if run.script not in runs.method_scripts():
+        raise UserError(f"{run.script}.py is missing, only its numbers are shown")
+    module = importlib.import_module(run.script)
+    names = {item.name for item in dataclasses.fields(module.Args)}
+    args = module.Args(**{key: value for key, value in run.args.items() if key in names})
+    size = run.result["dataset"]["train"]["plan"]["image_size"]
+    model = module.LatentActionModel(args, size, get_task(run.env).action_dim)
+    try:
+        model.load_state_dict(torch.load(run.dir / "lam.pt", map_location="cpu", weights_only=True)["model"])
+    except (OSError, RuntimeError, KeyError) as error:
+        raise UserError(f"{run.dir / 'lam.pt'}: {str(error).splitlines()[0]}") from None
+    return module, args, model.eval()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables
+
+LATEX = str.maketrans({"\\": r"\textbackslash{}", "±": r"$\pm$", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"})
+LATEX |= str.maketrans({character: f"\\{character}" for character in "&%_#${}"})
 
 
 @dataclass
@@ -27,11 +228,11 @@ class Entry:
     beside: bool = False
 
 
-def number(stat: Stat | None, digits: int = 4) -> str:
+def number(stat: Stat | None) -> str:
     """``0.2061 ± 0.0093``, without the deviation if there is none; a dash for nothing."""
     if stat is None:
-        return DASH
-    return f"{stat.mean:.{digits}f}" + (f" ± {stat.std:.{digits}f}" if stat.std is not None else "")
+        return "-"
+    return f"{stat.mean:.4f}" + ("" if math.isnan(stat.std) else f" ± {stat.std:.4f}")
 
 
 @dataclass
@@ -45,137 +246,68 @@ class Table:
 
     def footnotes(self) -> dict[str, str]:
         """Note to letter: a, b, ..., z, aa, ..."""
-        found: dict[str, str] = {}
-        letters = string.ascii_lowercase
-        for row in self.rows:
-            for entry in row:
-                for note in entry.notes:
-                    if note not in found:
-                        index = len(found)
-                        found[note] = (letters[index // 26 - 1] if index >= 26 else "") + letters[index % 26]
-        return found
+        letters = ["", *string.ascii_lowercase]
+        notes = dict.fromkeys(note for row in self.rows for entry in row for note in entry.notes)
+        return {note: letters[index // 26] + letters[index % 26 + 1] for index, note in enumerate(notes)}
 
-    def _marks(self, entry: Entry) -> str:
+    def texts(self, escaped: Callable[[str], str], bold: str, mark: str) -> list[list[str]]:
+        """Every row's entries in one notation. bold, mark: formats of a bold text and of footnote letters."""
         letters = self.footnotes()
-        return ",".join(letters[note] for note in entry.notes)
+
+        def text(entry: Entry) -> str:
+            marks = ",".join(letters[note] for note in entry.notes)
+            return (bold if entry.bold else "{}").format(escaped(entry.text)) + (mark.format(marks) if marks else "")
+
+        return [[text(entry) for entry in row] for row in self.rows]
 
     def markdown(self) -> str:
         """A pipe table; footnotes as superscripts and a list."""
-        cells = [
-            [
-                (f"**{entry.text}**" if entry.bold else entry.text)
-                + (f" <sup>{self._marks(entry)}</sup>" if entry.notes else "")
-                for entry in row
-            ]
-            for row in self.rows
-        ]
-        lines = [self.head, *cells]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(self.head))]
+        lines = [self.head, *self.texts(lambda text: text.replace("|", r"\|"), "**{}**", " <sup>{}</sup>")]
+        widths = [max(map(len, column)) for column in zip(*lines)]
         text = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |" for line in lines]
-        rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+        text.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
         notes = [f"<sup>{letter}</sup> {note}" for note, letter in self.footnotes().items()]
-        parts = [f"**{self.title}**", "\n".join([text[0], rule, *text[1:]]), self.caption, "  \n".join(notes)]
+        parts = [self.title and f"**{self.title}**", "\n".join(text), self.caption, "  \n".join(notes)]
         return "\n\n".join(part for part in parts if part) + "\n"
 
     def latex(self) -> str:
         """A table environment that needs booktabs; footnotes below the table."""
-
-        def escape(text: str) -> str:
-            for old, new in (("\\", r"\textbackslash{}"), ("&", r"\&"), ("%", r"\%"), ("_", r"\_"), ("#", r"\#")):
-                text = text.replace(old, new)
-            return text.replace("±", r"$\pm$")
-
-        def cell(entry: Entry) -> str:
-            text = rf"\textbf{{{escape(entry.text)}}}" if entry.bold else escape(entry.text)
-            return text + (rf"\textsuperscript{{{self._marks(entry)}}}" if entry.notes else "")
-
-        lines = [r"\begin{table}[t]", r"\centering", rf"\caption{{{escape(self.title)}. {escape(self.caption)}}}"]
+        title, caption = self.title.translate(LATEX), self.caption.translate(LATEX)
+        lines = [r"\begin{table}[t]", r"\centering", rf"\caption{{{title}. {caption}}}"]
         lines += [rf"\begin{{tabular}}{{l{'c' * (len(self.head) - 1)}}}", r"\toprule"]
-        lines += [" & ".join(map(escape, self.head)) + r" \\", r"\midrule"]
-        lines += [" & ".join(map(cell, row)) + r" \\" for row in self.rows]
-        lines += [r"\bottomrule", r"\end{tabular}"]
-        if self.footnotes():
-            notes = [rf"\textsuperscript{{{letter}}} {escape(note)}" for note, letter in self.footnotes().items()]
+        lines += [" & ".join(name.translate(LATEX) for name in self.head) + r" \\", r"\midrule"]
+        cells = self.texts(lambda text: text.translate(LATEX), r"\textbf{{{}}}", r"\textsuperscript{{{}}}")
+        lines += [" & ".join(row) + r" \\" for row in cells] + [r"\bottomrule", r"\end{tabular}"]
+        notes = [rf"\textsuperscript{{{letter}}} {note.translate(LATEX)}" for note, letter in self.footnotes().items()]
+        if notes:
             lines += [r"\par\smallskip\footnotesize", r" \quad ".join(notes)]
         return "\n".join([*lines, r"\end{table}"]) + "\n"
 
     def html(self) -> str:
         """A table element and its footnotes."""
+        lines = ["<tr>" + "".join(f"<th>{escape(name)}</th>" for name in self.head) + "</tr></thead><tbody>"]
+        for row, (name, *cells) in zip(self.rows, self.texts(escape, "<b>{}</b>", "<sup>{}</sup>")):
+            kind = ' class="beside"' if row[0].beside else ""
+            lines.append(f"<tr{kind}><th>{name}</th>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+        notes = "".join(f"<li><sup>{letter}</sup> {escape(note)}</li>" for note, letter in self.footnotes().items())
+        table = f'<div class="wide"><table><thead>{"".join(lines)}</tbody></table></div>'
+        caption = f"<p>{escape(self.caption)}</p>" if self.caption else ""
+        return table + caption + (f'<ul class="notes">{notes}</ul>' if notes else "")
 
-        def cell(entry: Entry, tag: str = "td") -> str:
-            text = html.escape(entry.text)
-            text = f"<b>{text}</b>" if entry.bold else text
-            return f"<{tag}>{text}" + (f"<sup>{self._marks(entry)}</sup>" if entry.notes else "") + f"</{tag}>"
+    def write(self, folder: Path, name: str) -> None:
+        """Writes name.md and name.tex into a folder."""
+        write_text(folder / f"{name}.md", self.markdown())
+        write_text(folder / f"{name}.tex", self.latex())
 
-        head = "".join(f"<th>{html.escape(name)}</th>" for name in self.head)
-        kinds = [' class="beside"' if row[0].beside else "" for row in self.rows]
-        rows = "".join(
-            f"<tr{kind}>" + cell(row[0], "th") + "".join(map(cell, row[1:])) + "</tr>"
-            for kind, row in zip(kinds, self.rows)
-        )
-        notes = "".join(f"<li><sup>{k}</sup> {html.escape(note)}</li>" for note, k in self.footnotes().items())
-        caption = f"<p>{html.escape(self.caption)}</p>" if self.caption else ""
-        return (
-            f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{caption}'
-            + (f'<ul class="notes">{notes}</ul>' if notes else "")
-        )
 
-    def picture(self, path: Path) -> Path:
-        """Draws the table into a PNG."""
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import textwrap
-
-        from matplotlib import pyplot as plt
-
-        def text(entry: Entry) -> str:
-            marks = self._marks(entry)
-            return entry.text + (f" $^{{{marks}}}$" if marks else "")
-
-        cells = [[text(entry) for entry in row] for row in self.rows]
-        plain = [[entry.text + self._marks(entry) for entry in row] for row in self.rows]
-        lengths = [max(len(line[i]) for line in [self.head, *plain]) + 2 for i in range(len(self.head))]
-        width = 0.085 * sum(lengths) + 0.2
-        below = [f"$^{{{letter}}}$ {note}" for note, letter in self.footnotes().items()]
-        wrapped = [line for note in [self.caption, *below] if note for line in textwrap.wrap(note, int(width * 13))]
-        rows = len(cells) + 1
-        height = 0.26 * rows + 0.45 + 0.18 * len(wrapped)
-        figure = plt.figure(figsize=(width, height))
-        axis = figure.add_axes((0, 0.18 * len(wrapped) / height, 1, 0.26 * rows / height))
-        axis.axis("off")
-        drawn = axis.table(
-            cells, colLabels=self.head, loc="center", cellLoc="center", bbox=(0, 0, 1, 1),
-            colWidths=[length / sum(lengths) for length in lengths],
-        )  # fmt: skip
-        drawn.auto_set_font_size(False)
-        drawn.set_fontsize(8)
-        for (line, column), place in drawn.get_celld().items():
-            place.set_linewidth(0)
-            if column == 0:
-                place.set_text_props(ha="left")
-            if line == 0:
-                place.set_text_props(weight="bold")
-                place.set_facecolor("#e8e8e8")
-            elif self.rows[line - 1][column].bold:
-                place.set_text_props(weight="bold")
-        figure.text(0.01, 1 - 0.12 / height, self.title, va="top", weight="bold", fontsize=9)
-        for i, line in enumerate(wrapped):
-            figure.text(0.01, (0.18 * (len(wrapped) - i) - 0.04) / height, line, va="top", fontsize=7)
-        with atomic_path(path) as temporary:
-            figure.savefig(temporary, dpi=160)
-        plt.close(figure)
-        return path
-
-    def write(self, folder: Path, name: str) -> list[Path]:
-        """Writes name.md, name.tex and name.png into a folder."""
-        for suffix, content in ((".md", self.markdown()), (".tex", self.latex())):
-            with atomic_path(folder / f"{name}{suffix}") as temporary:
-                temporary.write_text(content)
-        return [folder / f"{name}.md", folder / f"{name}.tex", self.picture(folder / f"{name}.png")]
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file, completely or not at all."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The page
 
 
 @dataclass
@@ -195,61 +327,51 @@ class Item:
 STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; }
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 84rem; padding: 1rem; }
-h1 { font-size: 1.5rem; } h3 { margin: 1.8rem 0 .3rem; }
 h2 { margin-top: 2.5rem; border-bottom: 1px solid var(--line); }
-nav a { margin-right: 1rem; white-space: nowrap; }
+nav a { margin-right: 1rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
+thead th { white-space: normal; vertical-align: bottom; }
 tr > th:first-child { text-align: left; position: sticky; left: 0; background: Canvas; }
-tbody > tr > th { white-space: normal; min-width: 6.5rem; max-width: 12rem; }
-thead > tr > th { white-space: normal; vertical-align: bottom; }
 .beside { color: color-mix(in srgb, CanvasText 60%, Canvas); }
 .beside > th { font-weight: normal; padding-left: 1.2rem; }
-@media (max-width: 40rem) {
-  table { font-size: .75rem; } th, td { padding: .2rem .4rem; }
-  .wide > img { max-width: none; width: auto; max-height: 75vh; }
-}
-img { max-width: 100%; height: auto; background: white; display: block; margin: .5rem 0; }
-pre { background: var(--soft); padding: .5rem .7rem; overflow-x: auto; font-size: .8rem; margin: .4rem 0; }
+img { max-width: 100%; background: white; display: block; margin: .5rem 0; }
+pre { background: var(--soft); padding: .5rem .7rem; overflow-x: auto; font-size: .8rem; }
 .notes { font-size: .8rem; padding-left: 1rem; list-style: none; }
 .missing { border-left: 4px solid #c80; padding-left: .8rem; }
 """
 
 
+def item_html(item: Item) -> str:
+    """One section of the page: text, pictures inside it, numbers, what is missing, and the command."""
+    parts = [f'<section id="{escape(item.name)}"><h3>{escape(item.title)}</h3>']
+    if item.text:
+        parts.append(f"<p>{escape(item.text)}</p>")
+    for picture in item.pictures:
+        data = base64.b64encode(picture.read_bytes()).decode()
+        alt = escape(f"{item.title}: {picture.stem}")
+        parts.append(f'<div class="wide"><img alt="{alt}" src="data:image/png;base64,{data}"></div>')
+    if item.table is not None:
+        numbers = item.table.html()
+        parts.append(f"<details><summary>Numbers</summary>{numbers}</details>" if item.pictures else numbers)
+    if item.missing:
+        parts.append(f'<p class="missing">{escape(item.missing)}</p>')
+    parts.append(f"<pre>{escape(item.command)}</pre></section>")
+    return "\n".join(parts)
+
+
 def page(path: Path, title: str, about: str, items: list[Item]) -> Path:
     """Writes one HTML file that needs no other: tables as text, pictures inside, what is missing with its command."""
-    sections: dict[str, list[Item]] = {}
-    for item in items:
-        sections.setdefault(item.section, []).append(item)
-    slug = {name: f"s{i}" for i, name in enumerate(sections)}
-    body = [f"<h1>{html.escape(title)}</h1><p>{html.escape(about)}</p><nav>"]
-    body += [f'<a href="#{slug[name]}">{html.escape(name)}</a>' for name in sections] + ["</nav>"]
-    for name, members in sections.items():
-        body.append(f'<h2 id="{slug[name]}">{html.escape(name)}</h2>')
-        for item in members:
-            body.append(f'<section id="{html.escape(item.name)}"><h3>{html.escape(item.title)}</h3>')
-            if item.text:
-                body.append(f"<p>{html.escape(item.text)}</p>")
-            for picture in item.pictures:
-                data = base64.b64encode(picture.read_bytes()).decode()
-                alt = html.escape(f"{item.title}: {picture.stem}")
-                body.append(f'<div class="wide"><img alt="{alt}" src="data:image/png;base64,{data}"></div>')
-            if item.table is not None:
-                numbers = item.table.html()
-                body.append(f"<details><summary>Numbers</summary>{numbers}</details>" if item.pictures else numbers)
-            if item.missing:
-                body.append(f'<p class="missing">{html.escape(item.missing)}</p>')
-            body.append(f"<pre>{html.escape(item.command)}</pre></section>")
-    text = "\n".join(
-        [
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{html.escape(title)}</title><style>{STYLE}</style></head><body>",
-            *body,
-            "</body></html>",
-        ]
-    )
-    with atomic_path(path) as temporary:
-        temporary.write_text(text + "\n")
+    sections = list(dict.fromkeys(item.section for item in items))
+    lines = ['<!doctype html><html lang="en"><head><meta charset="utf-8">']
+    lines.append('<meta name="viewport" content="width=device-width, initial-scale=1">')
+    lines.append(f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>")
+    lines.append(f"<h1>{escape(title)}</h1><p>{escape(about)}</p><nav>")
+    lines += [f'<a href="#s{place}">{escape(section)}</a>' for place, section in enumerate(sections)]
+    lines.append("</nav>")
+    for place, section in enumerate(sections):
+        lines.append(f'<h2 id="s{place}">{escape(section)}</h2>')
+        lines += [item_html(item) for item in items if item.section == section]
+    write_text(path, "\n".join([*lines, "</body></html>"]) + "\n")
     return path

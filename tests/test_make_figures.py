@@ -1,11 +1,9 @@
 """Tables and figures from run directories made by hand: numbers, marks for what is wrong, Eigen-CAM, the page."""
 
+import dataclasses
 import importlib
 import json
-import re
 import statistics
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,14 +15,18 @@ import torch
 from torch import nn
 
 import make_figures
-from benchmarks import paper
-from common import results, runs
-from common.errors import UserError
-from common.report import Entry, Item, Table, page
-from common.results import Finished, Stat, average, find_runs, iqm_interval, stat
+import reproduce
+from common import pictures, report, runs
+from common.cli import UserError
+from common.dataset import Dataset
+from common.report import Entry, Item, Stat, Table, average, find_runs, iqm_interval, page, stat
 
-ROOT = Path(__file__).parents[1]
 A, B = "a" * 40, "b" * 40
+
+
+@pytest.fixture(autouse=True)
+def few_resamples(monkeypatch) -> None:
+    monkeypatch.setattr(make_figures, "BOOTSTRAP", 200)
 
 
 def write_run(
@@ -34,32 +36,36 @@ def write_run(
     seed: int,
     nmse: float | None = 0.5,
     *,
-    name: str = "x",
-    commit: str = A,
-    data: str = "d",
-    score: float | None = 0.25,
+    variant: str | None = None,
     quick: bool = False,
+    commit: str = A,
     identity: dict[str, Any] | None = None,
-    held: int | None = None,
+    metrics: dict[str, Any] | None = None,
+    decoders: dict[int, float] | None = None,
     **changes: Any,
 ) -> Path:
-    """A run directory with the arguments of a script's defaults and `changes`; without a result if `nmse` is None."""
+    """A run directory with a script's defaults and `changes`; without a result if `nmse` is None.
+
+    identity: hashes that differ from the usual. decoders: budgets and their scores. metrics: instead of the usual.
+    """
     module = importlib.import_module(script)
-    args = module.defaults([f"--env={env}", *(["--quick"] if quick else [])])
-    values = runs.jsonable(args) | {"seed": seed} | changes
-    identity = {"train_hash": data, "test_hash": data, "mask_hash": "gt" * 2, "device_type": "cpu"} | (identity or {})
-    identity |= {} if held is None else {"lam_from_hash": "x"}
-    directory = folder / script / env / name / f"seed{seed}"
+    base = module.defaults([f"--env={env}", *(["--quick"] if quick else [])])
+    args = dataclasses.replace(base, seed=seed, **changes)
+    directory = folder / script / env / (variant or runs.variant_name(args, base)) / f"seed{seed}"
     directory.mkdir(parents=True)
-    (directory / "args.json").write_text(json.dumps(values | identity))
+    hashes = {"train_hash": "d", "test_hash": "d", "mask_hash": "gt", "device_type": "cpu"} | (identity or {})
+    (directory / "args.json").write_text(json.dumps(runs.jsonable(args) | hashes))
     if nmse is not None:
-        metrics = {"eval/nmse": nmse, "eval/nmse_untrained": nmse + 0.125, "eval/normalised_paper": score}
-        metrics["eval/normalised_dataset"] = None if score is None else score / 2
-        stages = {"lam": {"seconds": 3600.0, "samples_per_s": 80.0}}
-        result = {"metrics": metrics, "args": values, "commit": commit, "script": script, "env": env, "seed": seed}
-        result |= {"seconds": {"lam": 3600.0, "bc": 1800.0, "probe": 360.0}, "stages": stages, "peak_memory_gib": 2.5}
-        result |= {"machine": {"cpu": "a CPU", "gpu": None}}
-        result |= {} if held is None else {"lam_from": {"num_labels": held, "commit": A}}
+        usual = {"eval/nmse": nmse, "eval/nmse_untrained": nmse + 0.125, "eval/return": 5.0}
+        usual |= {"eval/normalised_paper": 0.25, "eval/normalised_dataset": 0.125}
+        result = {"metrics": usual | (metrics or {}), "commit": commit, "peak_memory_gib": 2.5}
+        result |= {
+            "seconds": {"lam": 3600.0, "policy": 1800.0, "probe": 360.0, "rollout-2000": 99.0},
+            "machine": {"cpu": "a CPU", "gpu": None},
+        }
+        result |= {"stages": {"lam": {"seconds": 3600.0, "samples_per_s": 80.0}}}
+        result["dataset"] = {"train": {"plan": {"image_size": 32}}}
+        result["decoders"] = [{"num_labels": n, "normalised_paper": x} for n, x in (decoders or {}).items()]
         (directory / "result.json").write_text(json.dumps(result))
     return directory
 
@@ -67,12 +73,16 @@ def write_run(
 def context(folder: Path, seeds: int = 3, quick: bool = False) -> make_figures.Context:
     out = folder / "figures"
     out.mkdir(exist_ok=True)
-    args = make_figures.Args(folder, out, quick, seeds, bootstrap=500)
-    return make_figures.Context(Finished([r for r in find_runs(folder) if r.quick == quick], quick, seeds), out, args)
+    args = make_figures.Args(folder, out, quick, seeds)
+    return make_figures.Context(args, [run for run in find_runs(folder)[0] if run.args["quick"] == quick])
 
 
 def rows(table: Table) -> dict[str, list[Entry]]:
     return {row[0].text: row[1:] for row in table.rows}
+
+
+def tables(folder: Path, seeds: int = 3, quick: bool = False) -> dict[str, Table]:
+    return {item.name: item.table for item in make_figures.score_tables(context(folder, seeds, quick))}
 
 
 def column(table: Table, name: str) -> int:
@@ -89,8 +99,8 @@ def test_tables_have_the_numbers_computed_by_hand(tmp_path: Path) -> None:
         for seed, value in enumerate(three, 1):
             write_run(tmp_path, "masklam", env, seed, value)
             write_run(tmp_path, "lapo", env, seed, value + 0.1)
-    found = context(tmp_path)
-    per_task, _ = make_figures.task_table(found, "nmse", "dcs", "distractor")
+    of_name = tables(tmp_path)
+    per_task = of_name["nmse_dcs_distractor"]
     lines = rows(per_task)
     assert per_task.head[1:] == ["cheetah-run", "walker-run", "hopper-hop", "humanoid-walk"]
     assert [entry.text for entry in lines["MaskLAM@GT"]] == ["0.2000 ± 0.1000", "0.6000 ± 0.1732", "-", "-"]
@@ -100,8 +110,9 @@ def test_tables_have_the_numbers_computed_by_hand(tmp_path: Path) -> None:
     assert lines["LAPO, paper"][3].text == "0.6766 ± 0.0382"
     assert [entry.bold for entry in lines["MaskLAM@GT"]] == [True, True, False, False] and not lines["LAPO"][0].bold
     assert not any(entry.notes for entry in lines["MaskLAM@GT"])
+    assert len(of_name) == 9 and rows(of_name["return_dmw_vanilla"])["MaskLAM@GT, paper"][0].text != "-"
 
-    table = make_figures.aggregate_table(found).table
+    table = of_name["aggregate"]
     lines, place = rows(table), column(table, "DCS NMSE distr.")
     assert lines["MaskLAM@GT"][place].text == "0.4000 ± 0.1366"  # (0.2 + 0.6) / 2, (0.1 + 0.1732) / 2
     assert lines["MaskLAM@GT"][place].notes == ["over 2 of 4 tasks"] and lines["MaskLAM@GT"][place].bold
@@ -113,334 +124,253 @@ def test_tables_have_the_numbers_computed_by_hand(tmp_path: Path) -> None:
     assert lines["LAPO, data's expert"][score].text == "0.1250 ± 0.0000"
     assert lines["LAPO"][column(table, "DCS NMSE clean")].text == "-"
     for suffix, mark in ((".md", "0.4000 ± 0.1366"), (".tex", r"0.4000 $\pm$ 0.1366")):
-        assert mark in (tmp_path / f"figures/aggregate{suffix}").read_text()
-    cost = make_figures.cost_table(found).table
+        assert mark in (tmp_path / f"figures/aggregate{suffix}").read_text(encoding="utf-8")
+    cost = make_figures.cost_table(context(tmp_path)).table
     assert [entry.text for entry in cost.rows[0]][:6] == ["LAPO", "DCS", "a CPU", "6", "1.60", "0.00"]
     assert [entry.text for entry in cost.rows[0]][6:] == ["1.00", "0.50", "0.00", "0.10", "2.5", "80", "6.3"]
 
 
 def test_the_papers_aggregates_follow_from_its_tasks() -> None:
     """The published means over all tasks, from the published numbers of the tasks."""
-    numbers = json.loads(paper.NUMBERS.read_text())
-    for method in paper.METHODS:
-        for suite, envs in make_figures.SUITES.items():
-            for kind, short in (("nmse", "nmse"), ("return", "nr" if suite == "dcs" else "nsr")):
-                for render in ("vanilla", "distractor"):
-                    found = make_figures.published(kind, suite, render, method, envs)
-                    mean, std = numbers["aggregate"][method][f"{suite}_{short}_{render}"]
-                    assert found.mean == pytest.approx(mean, abs=6e-4), (method, suite, kind, render)
-                    assert found.std == pytest.approx(std, abs=6e-4)
+    columns = make_figures.summary_columns(dict.fromkeys(make_figures.SUITES, "eval/normalised_paper"))
+    for method in reproduce.METHODS:
+        for one in columns:
+            suite, word, _ = one.head.lower().split()
+            mean, std = make_figures.PAPER["aggregate"][method][f"{suite}_{word}_{one.render}"]
+            published = make_figures.published(method, one, one.suites)
+            assert published == (pytest.approx(mean, abs=6e-4), pytest.approx(std, abs=6e-4)), (method, one.head)
 
 
 def test_statistics() -> None:
-    assert stat([1.0, 2.0, 4.0]) == Stat(7 / 3, statistics.stdev([1, 2, 4]), (1.0, 2.0, 4.0))
-    assert stat([3.0]) == Stat(3.0, None, (3.0,))
-    assert average([stat([1.0, 3.0]), stat([5.0])]).std is None
+    assert stat([1.0, 2.0, 4.0]) == Stat(7 / 3, statistics.stdev([1, 2, 4])) and np.isnan(stat([3.0]).std)
+    assert np.isnan(average([stat([1.0, 3.0]), stat([5.0])]).std)
     eight = [[0.0, 1.0, 2.0, 100.0], [3.0, 4.0, 5.0, -50.0]]
     point, low, high = iqm_interval(eight, 2000)
-    assert point == (1 + 2 + 3 + 4) / 4 - 0.0  # -50, 0 and 5, 100 are cut off
+    assert point == (1 + 2 + 3 + 4) / 4  # -50, 0 and 5, 100 are cut off
     assert low < point < high and iqm_interval(eight, 2000) == (point, low, high)
     # Stratified: if each task's runs agree, every resample is the same, however far the tasks are apart.
     assert iqm_interval([[0.0, 0.0], [1.0, 1.0]], 500) == (0.5, 0.5, 0.5)
     assert np.isnan(iqm_interval([[0.1], [0.2, 0.3]], 100)[1]) and iqm_interval([], 100) is None
 
 
-# --- what is wrong with a cell
+def test_both_suites_count_alike(tmp_path: Path) -> None:
+    """The paper's single number: the mean of the suites' means, however many tasks each has."""
+    for env, value in (("cheetah-run", 0.1), ("walker-run", 0.3), ("push", 0.6)):
+        write_run(tmp_path, "lapo", env, 1, value)
+    write_run(tmp_path, "masklam", "cheetah-run", 1, 0.1)  # one suite alone: no number of ours, the paper's stays whole
+    table = tables(tmp_path, 1)["aggregate"]
+    lines, place = rows(table), column(table, "both NMSE distr.")
+    assert lines["LAPO"][place].text == "0.4000"  # (0.2 + 0.6) / 2
+    assert set(lines["LAPO"][place].notes) == {"over 2 of 4 tasks", "over 1 of 10 tasks"}
+    both = lines["MaskLAM@GT"][place], lines["MaskLAM@GT, paper"][place]
+    assert [entry.text for entry in both] == ["-", "0.1471 ± 0.0064"]  # of its tables of tasks, by hand
+    assert not both[1].notes and lines["LAPO"][column(table, "both NMSE clean")].text == "-"
+
+
+# --- which runs, and what is wrong with them
 
 
 def entry(folder: Path, seeds: int = 3) -> Entry:
-    table, _ = make_figures.task_table(context(folder, seeds), "nmse", "dcs", "distractor")
-    return rows(table)["MaskLAM@GT"][0]
+    return rows(tables(folder, seeds)["nmse_dcs_distractor"])["MaskLAM@GT"][0]
 
 
 def test_too_few_seeds_and_unfinished_runs_are_marked(tmp_path: Path) -> None:
-    write_run(tmp_path, "masklam", "cheetah-run", 1, 0.25)
     write_run(tmp_path, "masklam", "cheetah-run", 2, None)
-    damaged = write_run(tmp_path, "masklam", "cheetah-run", 3, 0.5)
-    (damaged / "result.json").write_text('{"metrics": ')
-    found = entry(tmp_path)
-    assert found.text == "0.2500"
-    assert found.notes == ["seed 2 is not finished", "seed 3 has a damaged result.json", "1 of 3 seeds"]
-
-
-def test_nothing_but_unfinished_runs(tmp_path: Path) -> None:
-    write_run(tmp_path, "masklam", "cheetah-run", 1, None)
-    found = entry(tmp_path)
-    assert found.text == "-" and found.notes == ["seed 1 is not finished"]
-
-
-def test_different_data_are_never_averaged(tmp_path: Path) -> None:
+    assert entry(tmp_path) == Entry("-", ["seed 2 is not finished"])
     write_run(tmp_path, "masklam", "cheetah-run", 1, 0.25)
-    write_run(tmp_path, "masklam", "cheetah-run", 2, 0.75, data="other")
-    found = entry(tmp_path, seeds=2)
-    assert found.text == "0.2500 / 0.7500" and found.notes == [
-        "different data sets, masks or weights behind them, not averaged"
-    ]
-    table = make_figures.aggregate_table(context(tmp_path, 2)).table
-    summed = rows(table)["MaskLAM@GT"][column(table, "DCS NMSE distr.")]
-    assert summed.text == "-" and "different data sets, masks or weights behind them, not averaged" in summed.notes
-    assert iqm_rows(tmp_path) == []
+    assert entry(tmp_path) == Entry("0.2500", ["seed 2 is not finished", "1 of 3 seeds"])
 
 
-def iqm_rows(folder: Path) -> list:
-    item = make_figures.interval_figure(context(folder, 2))
-    assert bool(item.missing) == (item.table is None)
-    return [] if item.table is None else item.table.rows
+def test_a_damaged_file_is_named_and_loses_no_figure(tmp_path: Path, capsys) -> None:
+    """Torn, of another shape, without a number that tables need: each is said, and the others are drawn."""
+    write_run(tmp_path, "lapo", "cheetah-run", 1, 0.25)
+    damages = ['{"metrics": ', "[1]", '{"metrics": {"eval/nmse": "x"}, "seconds": {}}', "\udcff"]
+    for seed, damage in enumerate(damages, 1):
+        directory = write_run(tmp_path, "masklam", "cheetah-run", seed)
+        (directory / "result.json").write_text(damage, errors="surrogateescape")
+    (write_run(tmp_path, "laof", "cheetah-run", 1) / "args.json").write_text("null")
+    write_run(tmp_path, "laof", "cheetah-run", 2).rename(tmp_path / "laof/cheetah-run/default/seedling")
+    make_figures.main(make_figures.Args(tmp_path, tmp_path / "out"))
+    printed, written = capsys.readouterr().out, (tmp_path / "out/index.html").read_text(encoding="utf-8")
+    for seed in range(1, 5):
+        assert f"{tmp_path}/masklam/cheetah-run/default/seed{seed}/result.json cannot be read" in printed
+    assert printed.count("cannot be read") == 6 == written.count("cannot be read") and "0.2500" in written
 
 
-def test_different_commits_are_marked(tmp_path: Path) -> None:
+def test_different_data_or_weights_are_never_averaged(tmp_path: Path) -> None:
     write_run(tmp_path, "masklam", "cheetah-run", 1, 0.25)
-    write_run(tmp_path, "masklam", "cheetah-run", 2, 0.75, commit=B + "+changes")
-    found = entry(tmp_path, seeds=2)
-    assert found.text == "0.5000 ± 0.3536" and found.notes == [f"different commits: {A[:8]}, {B[:8]}+changes"]
-    assert iqm_rows(tmp_path)[0][0].notes == found.notes
-
-
-def test_the_papers_mean_and_bold_are_over_the_same_tasks(tmp_path: Path) -> None:
-    """A task whose runs must not be averaged is in neither mean; a method with fewer tasks is not the best."""
-    write_run(tmp_path, "masklam", "cheetah-run", 1, 0.25)
-    write_run(tmp_path, "masklam", "cheetah-run", 2, 0.75, data="other")
+    write_run(tmp_path, "masklam", "cheetah-run", 2, 0.75, identity={"test_hash": "other"})
     write_run(tmp_path, "masklam", "walker-run", 1, 0.5)
+    for seed in (1, 2):
+        write_run(tmp_path, "laof", "cheetah-run", seed, 0.5, identity={"raft_weights_hash": str(seed)})
     write_run(tmp_path, "lapo", "cheetah-run", 1, 0.1)
-    table = make_figures.aggregate_table(context(tmp_path, 1)).table
+    note = "seeds differ in test_hash, not averaged"
+    assert entry(tmp_path, seeds=1) == Entry("-", [note])
+    table = tables(tmp_path, 1)["aggregate"]
     lines, place = rows(table), column(table, "DCS NMSE distr.")
-    assert lines["MaskLAM@GT"][place].text == "0.5000"
-    assert lines["MaskLAM@GT, paper"][place].text == "0.1692 ± 0.0049"  # walker-run alone
-    assert not lines["LAPO"][place].bold and not lines["MaskLAM@GT"][place].bold
+    assert lines["LAOF"][place] == Entry("-", ["seeds differ in raft_weights_hash, not averaged (cheetah-run)"])
+    assert lines["MaskLAM@GT"][place] == Entry("0.5000", ["over 1 of 4 tasks", f"{note} (cheetah-run)"])
+    assert lines["MaskLAM@GT, paper"][place].text == "0.1692 ± 0.0049"  # the same: walker-run alone
+    assert not lines["LAPO"][place].bold  # over another task
+    intervals = make_figures.interval_figure(context(tmp_path, 1)).table
+    assert rows(intervals)["MaskLAM@GT"][place].text == "0.5000" and "LAOF" not in rows(intervals)
 
 
-def test_other_weights_and_devices_are_other_runs(tmp_path: Path) -> None:
-    for seed, name in ((1, "a"), (2, "b")):
-        write_run(tmp_path, "laof", "cheetah-run", seed, 0.5, identity={"raft_weights_hash": name})
-        write_run(tmp_path, "lapo", "cheetah-run", seed, 0.5, identity={"device_type": {"a": "cpu", "b": "cuda"}[name]})
-    found = context(tmp_path, 2)
-    assert found.cell("LAOF", "cheetah-run").mixed
-    cell = found.cell("LAPO", "cheetah-run")
-    assert not cell.mixed and cell.notes == ["some on a GPU, some on a CPU"]
+def test_different_commits_settings_and_devices_are_marked(tmp_path: Path) -> None:
+    write_run(tmp_path, "masklam", "cheetah-run", 1, 0.25, commit=A + "+changes")
+    assert entry(tmp_path, seeds=1).notes == ["made from uncommitted changes"]
+    cuda = {"device_type": "cuda"}
+    write_run(tmp_path, "masklam", "cheetah-run", 2, 0.75, commit=B, identity=cuda, variant="default", lam_updates=9)
+    notes = ["seeds differ in device_type, lam_updates", f"different commits: {A[:8]}+changes, {B[:8]}"]
+    assert entry(tmp_path, seeds=2) == Entry("0.5000 ± 0.3536", notes)
+    intervals = make_figures.interval_figure(context(tmp_path, 2))
+    assert rows(intervals.table)["MaskLAM@GT"][column(intervals.table, "DCS NMSE distr.")].notes[-2:] == notes
 
 
 def test_rows_on_other_data_are_marked(tmp_path: Path) -> None:
     for script, data in (("lapo", "old"), ("laof", "new"), ("masklam", "new")):
-        write_run(tmp_path, script, "cheetah-run", 1, 0.5, data=data)
-    table, _ = make_figures.task_table(context(tmp_path, 1), "nmse", "dcs", "distractor")
-    assert rows(table)["LAPO"][0].notes == ["another data set than the other rows"]
-    assert not rows(table)["LAOF"][0].notes and not rows(table)["MaskLAM@GT"][0].notes
+        write_run(tmp_path, script, "cheetah-run", 1, 0.5, identity={"train_hash": data})
+    lines = rows(tables(tmp_path, 1)["nmse_dcs_distractor"])
+    assert lines["LAPO"][0].notes == ["another data set than the other rows"]
+    assert not lines["LAOF"][0].notes and not lines["MaskLAM@GT"][0].notes
 
 
-def test_the_commit_of_a_held_model_counts(tmp_path: Path) -> None:
-    write_run(tmp_path, "lapo", "cheetah-run", 1, 0.5, held=128_000, commit=B, num_labels=2000)
-    notes = context(tmp_path, 1).cell("LAPO", "cheetah-run", held=128_000, num_labels=2000).notes
-    assert notes == [f"different commits: {A[:8]}, {B[:8]}"]
-
-
-def test_an_unfinished_held_run_is_said(tmp_path: Path) -> None:
-    source = write_run(tmp_path, "lapo", "cheetah-run", 1, 0.5)
-    for seed, value in ((1, 0.5), (2, None)):
-        write_run(tmp_path, "lapo", "cheetah-run", seed, value, name="held", held=128_000, num_labels=2000,
-                  lam_from=str(source))  # fmt: skip
-    notes = context(tmp_path, 2).cell("LAPO", "cheetah-run", held=128_000, num_labels=2000).notes
-    assert notes == ["seed 2 is not finished", "1 of 2 seeds"]
-
-
-def test_uncommitted_changes_are_marked(tmp_path: Path) -> None:
-    write_run(tmp_path, "masklam", "cheetah-run", 1, 0.25, commit=A + "+changes")
-    assert entry(tmp_path, seeds=1).notes == ["made from uncommitted changes"]
-
-
-def test_other_settings_are_not_mixed_in(tmp_path: Path) -> None:
-    """The paper's settings win; another setting alone is shown with a mark; a factor makes another cell."""
-    write_run(tmp_path, "masklam", "cheetah-run", 1, 0.75, name="long", lam_updates=99)
-    assert entry(tmp_path, seeds=1).notes == ["with lam-updates=99"] and entry(tmp_path, seeds=1).text == "0.7500"
-    write_run(tmp_path, "masklam", "cheetah-run", 1, 0.25, name="default")
-    write_run(tmp_path, "masklam", "cheetah-run", 1, 0.9, name="no", loss_mask=False)
-    write_run(tmp_path, "masklam", "cheetah-run", 1, 0.8, name="clean", distractors=False)
-    write_run(tmp_path, "masklam", "cheetah-run", 1, 0.7, name="sam", mask_source="sam")
-    found = entry(tmp_path, seeds=1)
-    assert found.text == "0.2500" and found.notes == ["1 more with lam-updates=99 left out"]
-    write_run(tmp_path, "masklam", "cheetah-run", 1, 0.3, name="again")
-    assert "seed 1 is there twice" in " ".join(entry(tmp_path, seeds=1).notes)
-    table = make_figures.aggregate_table(context(tmp_path, 1)).table
-    assert rows(table)["MaskLAM@SAM"][column(table, "DCS NMSE distr.")].text == "0.7000"
-    assert rows(table)["MaskLAM@GT"][column(table, "DCS NMSE clean")].text == "0.8000"
-
-
-def test_set_moves_what_is_usual(tmp_path: Path) -> None:
-    """Runs of a grid with --set are its cells without a mark, also where it changes what a sweep varies."""
-    write_run(tmp_path, "lapo", "cheetah-run", 1, 0.5, name="small", lam_updates=9, num_labels=60)
-    write_run(tmp_path, "lapo", "cheetah-run", 1, 0.6, name="fewer", lam_updates=9, num_labels=30)
-    found = context(tmp_path, 1)
-    assert found.cell("LAPO", "cheetah-run").runs == []
-    found.args.set = ["lam-updates=9", "num-labels=60", "slot-updates=3", "log-every=7"]
-    assert found.cell("LAPO", "cheetah-run").values("eval/nmse") == [0.5]
-    assert found.cell("LAPO", "cheetah-run").notes == []
-    assert found.cell("LAPO", "cheetah-run", num_labels=30).values("eval/nmse") == [0.6]
-
-
-def test_the_papers_policy_of_laom_labels_is_expected(tmp_path: Path) -> None:
-    write_run(tmp_path, "laom_labels", "cheetah-run", 1, 0.5, name="large", policy_scale=32)
-    found = context(tmp_path, 1)
-    assert found.cell("LAOM-Labels", "cheetah-run").notes == []
-    write_run(tmp_path, "laom_labels", "walker-run", 1, 0.5)
-    assert context(tmp_path, 1).cell("LAOM-Labels", "walker-run").notes == ["with policy-scale=4"]
+def test_runs_are_found_by_their_names(tmp_path: Path) -> None:
+    """Each experiment's runs have their place; what no experiment has is a row of its own, clean beside distractors."""
+    write_run(tmp_path, "masklam", "cheetah-run", 1, 0.25)
+    write_run(tmp_path, "masklam", "cheetah-run", 1, 0.9, loss_mask=False)  # an ablation, no row
+    write_run(tmp_path, "masklam", "cheetah-run", 1, 0.8, distractors=False)
+    write_run(tmp_path, "masklam", "cheetah-run", 1, 0.7, mask_source="sam")
+    write_run(tmp_path, "laom_labels", "cheetah-run", 1, 0.6, policy_scale=32)  # the paper's, at its scale
+    write_run(tmp_path, "masklam", "cheetah-run", 1, 0.5, variant="mine", lam_updates=9)
+    write_run(tmp_path, "masklam", "cheetah-run", 1, 0.4, lam_updates=7)
+    write_run(tmp_path, "masklam", "cheetah-run", 1, 0.3, lam_updates=7, distractors=False)
+    (tmp_path / "masklam").rename(tmp_path / "x")
+    write_run(tmp_path, "masklam", "cheetah-run", 1, 0.2)
+    (tmp_path / "masklam").rename(tmp_path / "my_masklam")
+    (tmp_path / "x").rename(tmp_path / "masklam")
+    table = tables(tmp_path, 1)["aggregate"]
+    places = [column(table, f"DCS NMSE {word}") for word in ("distr.", "clean")]
+    numbers = {name: [row[place].text for place in places] for name, row in rows(table).items() if "," not in name}
+    assert {name: pair for name, pair in numbers.items() if pair != ["-", "-"]} == {
+        "LAOM-Labels": ["0.6000", "-"],
+        "MaskLAM@GT": ["0.2500", "0.8000"],
+        "MaskLAM@SAM": ["0.7000", "-"],
+        "masklam mine": ["0.5000", "-"],
+        "masklam lam-updates=7": ["0.4000", "0.3000"],
+        "my_masklam": ["0.2000", "-"],
+    }
+    write_run(tmp_path, "lapo", "cheetah-run", 1, 0.5, quick=True)
+    quick = tables(tmp_path, 1, quick=True)["aggregate"]
+    assert rows(quick)["LAPO"][places[0]].text == "0.5000" and "my_masklam" not in rows(quick)
 
 
 def test_no_runs_is_a_message_with_the_command(tmp_path: Path) -> None:
     (tmp_path / "lapo/cheetah-run/default/seed1").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"Start with: python -m benchmarks\.paper main-table"):
+    with pytest.raises(UserError, match=r"Start with: python reproduce\.py main-table"):
         make_figures.main(make_figures.Args(tmp_path, tmp_path / "out"))
     write_run(tmp_path, "masklam", "cheetah-run", 1, quick=True)
     with pytest.raises(UserError, match="there are 1 with --quick"):
         make_figures.main(make_figures.Args(tmp_path, tmp_path / "out"))
-    done = subprocess.run(
-        [sys.executable, "make_figures.py", "--runs-dir", str(tmp_path)], cwd=ROOT, capture_output=True
-    )
-    assert done.returncode == 1 and b"make_figures.py: error:" in done.stderr
 
 
 # --- sweeps
 
 
 def test_sweeps_and_ablations(tmp_path: Path) -> None:
-    """Points by hand: a value with a run per seed, a missing one, and the default, which is the main table's run."""
+    """Points by hand: a value with a run per seed, one that is not the paper's, and the default's run."""
     for seed in (1, 2):
-        for dim in (32, 128, 512):
-            write_run(tmp_path, "masklam", "cheetah-run", seed, dim / 1000 + seed / 100, name=f"{dim}", latent_dim=dim)
-        write_run(tmp_path, "masklam", "cheetah-run", seed, 0.9, name="off", loss_mask=False)
-        write_run(tmp_path, "masklam", "cheetah-run", seed, 0.95, name="off32", loss_mask=False, latent_dim=32)
-        write_run(tmp_path, "masklam", "cheetah-run", seed, 0.4, name="in", loss_mask=False, input_mask=True)
-    found = context(tmp_path, 2)
-    lines = {item.name: item for item in make_figures.sweep_figures(found)}
-    table = [[entry.text for entry in row] for row in lines["latent_dim"].table.rows]
-    assert table == [
-        ["cheetah-run", "with masked loss", "32", "0.0470 ± 0.0071"],
-        ["cheetah-run", "with masked loss", "128", "0.1430 ± 0.0071"],
-        ["cheetah-run", "with masked loss", "512", "0.5270 ± 0.0071"],
-        ["cheetah-run", "without masked loss", "32", "0.9500 ± 0.0000"],
-        ["cheetah-run", "without masked loss", "128", "0.9000 ± 0.0000"],
-    ]
-    assert lines["latent_dim"].pictures[0].exists() and not lines["latent_dim"].missing
-    assert "python -m benchmarks.paper occlusion --seeds 2" in lines["occlusion"].command and lines["occlusion"].missing
-    item = make_figures.ablation_figure(found)
-    values = {row[0].text: (row[1].text, row[2].text) for row in item.table.rows}
-    assert values["MaskLAM"] == ("-", "0.1430 ± 0.0071")
-    assert values["w/o loss masking"] == ("--no-loss-mask", "0.9000 ± 0.0000")
-    assert values["w/ input masking"] == ("--input-mask --no-loss-mask", "0.4000 ± 0.0000")
-    assert values["w/ k=1"][1] == "-" and item.pictures[0].exists()
+        for dim in (32, 48, 128):
+            write_run(tmp_path, "masklam", "cheetah-run", seed, dim / 1000 + seed / 100, latent_dim=dim)
+        write_run(tmp_path, "masklam", "cheetah-run", seed, 0.9, loss_mask=False)
+        write_run(tmp_path, "masklam", "cheetah-run", seed, 0.95, loss_mask=False, latent_dim=32)
+        write_run(tmp_path, "masklam", "cheetah-run", seed, 0.4, loss_mask=False, input_mask=True)
+    there = context(tmp_path, 2)
+    item = make_figures.experiment_figure(there, "latent-dim")
+    assert {name: row[0].text for name, row in rows(item.table).items()} == {
+        "with masked loss, 32": "0.0470 ± 0.0071",
+        "with masked loss, 48": "0.0630 ± 0.0071",
+        "with masked loss, 128": "0.1430 ± 0.0071",
+        "without masked loss, 32": "0.9500 ± 0.0000",
+        "without masked loss, 128": "0.9000 ± 0.0000",
+    }
+    assert item.pictures[0].exists() and not item.missing
+    item = make_figures.experiment_figure(there, "occlusion")
+    assert "python reproduce.py occlusion --seeds 2" in item.command and item.missing
+    item = make_figures.experiment_figure(there, "ablations")
+    assert {name: row[0].text for name, row in rows(item.table).items()} == {
+        "MaskLAM": "0.1430 ± 0.0071",
+        "w/o loss masking": "0.9000 ± 0.0000",
+        "w/ input masking": "0.4000 ± 0.0000",
+    }
+    assert "w/ input masking: --input-mask --no-loss-mask" in item.text and item.pictures[0].exists()
 
 
 def test_the_mean_over_tasks_needs_every_task(tmp_path: Path, monkeypatch) -> None:
-    """A point or a baseline that a task lacks is not drawn in the mean of the tasks; one seed has no band."""
+    """A point or a baseline that a task lacks is not drawn in the mean of the tasks; one seed has no interval."""
     for env, values in (("push", (-1, 0, 1)), ("reach", (0, 1))):
         for value in values:
-            write_run(tmp_path, "masklam", env, 1, 0.5 + value / 10, name=str(value), mask_dilation=value)
+            write_run(tmp_path, "masklam", env, 1, 0.5 + value / 10, mask_dilation=value)
         write_run(tmp_path, "laof", env, 1, 0.7)
     write_run(tmp_path, "lapo", "reach", 1, 0.9)
-    figures = []
-    monkeypatch.setattr(make_figures, "save", lambda figure, path: figures.append(figure) or path)
-    found = context(tmp_path, 1)
-    items = make_figures.sweep_figures(found)
-    item = next(item for item in items if item.name == "mask_dilation")
-    assert [row[2].text for row in item.table.rows if row[0].text == "push"] == ["-1", "0", "1", "dashed"]
-    mean, first, second = figures[-1].axes
-    assert [axis.get_title() for axis in (mean, first, second)] == ["DMW, mean of 2 tasks", "reach", "push"]
-    drawn = {
-        axis.get_title(): {line.get_label(): line.get_xydata().tolist() for line in axis.lines}
-        for axis in figures[-1].axes
-    }
-    assert drawn["DMW, mean of 2 tasks"]["MaskLAM@GT"] == [[0, 0.5], [1, 0.6]]
-    assert set(drawn["DMW, mean of 2 tasks"]) == {"MaskLAM@GT", "LAOF"} and "LAPO" in drawn["reach"]
-    assert len(drawn["push"]["MaskLAM@GT"]) == 3
+    panels: list[make_figures.Panel] = []
+    monkeypatch.setattr(make_figures, "draw", lambda path, drawn, *more: panels.extend(drawn) or path)
+    make_figures.experiment_figure(context(tmp_path, 1), "mask-dilation")
+    mean, reach, push = panels
+    assert [panel.title for panel in panels] == ["mean of DMW: NMSE", "reach: NMSE", "push: NMSE"]
+    assert [(x, value) for x, (value, _, _) in mean.lines["MaskLAM@GT"].items()] == [(0, 0.5), (1, 0.6)]
+    assert mean.dashed == {"LAOF": 0.7} and reach.dashed == {"LAPO": 0.9, "LAOF": 0.7}
+    assert len(push.lines["MaskLAM@GT"]) == 3 and np.isnan(push.lines["MaskLAM@GT"][0][1])
 
 
-def test_label_budgets_hold_the_model_fixed(tmp_path: Path) -> None:
-    """The default budget is the main table's run; others have its model, and a run with its own is not mixed in."""
+def test_label_budgets_are_the_decoders_of_one_run(tmp_path: Path) -> None:
     for seed in (1, 2):
-        write_run(tmp_path, "laom_labels", "cheetah-run", seed, score=0.5, name="whole", policy_scale=32)
-        write_run(tmp_path, "laom_labels", "cheetah-run", seed, score=0.2, name="held", held=128_000, num_labels=2000,
-                  policy_scale=32)  # fmt: skip
-    write_run(tmp_path, "laom_labels", "cheetah-run", 2, score=0.9, name="own", num_labels=2000, policy_scale=32)
-    write_run(tmp_path, "lapo", "cheetah-run", 1, score=0.3)
-    write_run(tmp_path, "lapo", "cheetah-run", 1, score=0.1, name="own", num_labels=4000)
-    item = make_figures.sweep_figures(context(tmp_path, 2))[0]
-    table = {(row[1].text, row[2].text): row[3] for row in item.table.rows}
-    assert table["LAOM-Labels", "128000"].text == "0.5000 ± 0.0000" and not table["LAOM-Labels", "128000"].notes
-    assert table["LAOM-Labels", "2000"].text == "0.2000 ± 0.0000"
-    assert table["LAOM-Labels", "2000"].notes == ["1 more with policy-scale=32 left out"]
-    assert table["LAPO", "4000"].notes == ["with a latent action model of its own", "1 of 2 seeds"]
+        write_run(tmp_path, "lapo", "cheetah-run", seed, decoders={2000: seed / 10, 128_000: 0.5})
+    write_run(tmp_path, "masklam", "cheetah-run", 1, decoders={2000: 0.3})
+    item = make_figures.experiment_figure(context(tmp_path, 1), "label-budget")
+    assert {name: row[0].text for name, row in rows(item.table).items()} == {
+        "LAPO, 2000": "0.1500 ± 0.0707",
+        "LAPO, 128000": "0.5000 ± 0.0000",
+        "MaskLAM@GT, 2000": "0.3000",
+    }
     assert item.pictures[0].exists()
 
 
-def test_the_score_is_the_one_that_most_runs_have(tmp_path: Path) -> None:
-    for seed in (1, 2, 3):
-        directory = write_run(tmp_path, "lapo", "cheetah-run", seed)
-        result = json.loads((directory / "result.json").read_text())
-        result["metrics"]["eval/return"] = 5.0
-        if seed > 1:
-            result["metrics"]["eval/normalised_paper"] = None
-        if seed > 2:
-            result["metrics"]["eval/normalised_dataset"] = None
-        (directory / "result.json").write_text(json.dumps(result))
-    found = find_runs(tmp_path)
-    assert make_figures.score_name("dcs", found) == "eval/normalised_dataset"
-    assert make_figures.score_name("dcs", found[:1]) == "eval/normalised_paper"
-    assert make_figures.score_name("dcs", found[2:]) == "eval/return"
-    assert "short episodes" in make_figures.score_label("dcs", found[2:])
-    assert make_figures.score_name("dmw", found) == "eval/success_rate"
-
-
-def test_both_suites_count_alike(tmp_path: Path) -> None:
-    """The paper's single number: the mean of the suites' means, however many tasks each has."""
-    for env, value in (("cheetah-run", 0.1), ("walker-run", 0.3), ("push", 0.6)):
-        write_run(tmp_path, "lapo", env, 1, value)
-    table = make_figures.aggregate_table(context(tmp_path, 1)).table
-    lines, place = rows(table), column(table, "both NMSE distr.")
-    assert lines["LAPO"][place].text == "0.4000"  # (0.2 + 0.6) / 2
-    assert set(lines["LAPO"][place].notes) == {"over 2 of 4 tasks", "over 1 of 10 tasks"}
-    assert lines["MaskLAM@GT, paper"][place].text == "0.1471 ± 0.0064"  # of its tables of tasks, by hand
-    assert lines["LAPO"][column(table, "both NMSE clean")].text == "-"
-    write_run(tmp_path, "masklam", "cheetah-run", 1, 0.1)  # one suite alone: no number of ours, the paper's stays whole
-    table = make_figures.aggregate_table(context(tmp_path, 1)).table
-    both = rows(table)["MaskLAM@GT"][place], rows(table)["MaskLAM@GT, paper"][place]
-    assert [entry.text for entry in both] == ["-", "0.1471 ± 0.0064"] and not both[1].notes
+def test_short_episodes_are_scored_by_what_they_have(tmp_path: Path) -> None:
+    """Scores relative to the paper's expert need whole episodes; those to the data's expert need its return."""
+    names = {"eval/normalised_paper": None, "eval/normalised_dataset": None}
+    write_run(tmp_path, "lapo", "cheetah-run", 1, metrics=names)
+    assert make_figures.score_metric("dcs", context(tmp_path).main) == "eval/return"
+    assert make_figures.score_metric("dmw", context(tmp_path).main) == "eval/success_rate"
+    write_run(tmp_path, "lapo", "cheetah-run", 2, metrics={"eval/normalised_paper": None})
+    assert make_figures.score_metric("dcs", context(tmp_path).main) == "eval/normalised_dataset"
 
 
 # --- pictures
 
 
-class Planted(nn.Module):
-    """An encoder whose last block answers to one colour only, in one of its channels, and nothing else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 4, 3, padding=1)
-        self.last = nn.Conv2d(4, 6, 3, stride=4, padding=1)
-        nn.init.zeros_(self.first.weight), nn.init.zeros_(self.first.bias)
-        nn.init.zeros_(self.last.weight), nn.init.zeros_(self.last.bias)
-        with torch.no_grad():
-            self.first.weight[2, 0, 1, 1] = 1.0
-            self.last.weight[5, 2, 1, 1], self.last.weight[1, 2, 1, 1] = 2.0, -3.0  # the ReLU cuts the second off
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.first(x)).flatten(1)
-
-
 def test_eigen_cam_finds_a_planted_moving_square() -> None:
-    encoder, frames = Planted(), torch.zeros(10, 3, 64, 64)
+    """In an encoder whose last block answers to one colour only, in one of its channels, and nothing else."""
+    encoder = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 6, 3, stride=4, padding=1), nn.Flatten())
+    for parameter in encoder.parameters():
+        nn.init.zeros_(parameter)
+    with torch.no_grad():
+        encoder[0].weight[2, 0, 1, 1] = 1.0
+        encoder[1].weight[5, 2, 1, 1], encoder[1].weight[1, 2, 1, 1] = 2.0, -3.0  # the ReLU cuts the second off
+    frames = torch.zeros(10, 3, 64, 64)
     frames[:, 1:] = torch.rand(10, 2, 64, 64, generator=torch.Generator().manual_seed(0))  # what it does not answer to
     corners = [(4 * t, 48 - 4 * t) for t in range(10)]
     for t, (top, left) in enumerate(corners):
         frames[t, 0, top : top + 8, left : left + 8] = 1.0
-    found = make_figures.last_activations(encoder, lambda: encoder(frames))
-    assert found.shape == (10, 6, 16, 16) and found.min() == 0  # of the last block, after the ReLU
-    saliency = make_figures.eigen_cam(found)
+    activations = make_figures.last_activations(encoder, lambda: encoder(frames))
+    assert activations.shape == (10, 6, 16, 16) and activations.min() == 0  # of the last block, after the ReLU
+    saliency = make_figures.eigen_cam(activations)
+    drawn = make_figures.heat(frames, saliency)
+    red = drawn[..., 0].astype(int) - drawn[..., 2].astype(int)
     for t, (top, left) in enumerate(corners):
         expected = torch.zeros(16, 16)
         expected[top // 4 : top // 4 + 2, left // 4 : left // 4 + 2] = 1.0
         assert torch.allclose(saliency[t], expected, atol=1e-5), t
-    drawn = make_figures.heat(frames, saliency)
-    assert drawn.shape == (10, 64, 64, 3)
-    red = drawn[..., 0].astype(int) - drawn[..., 2].astype(int)
-    for t, (top, left) in enumerate(corners):
         away = red[t, (top + 32) % 64 : (top + 32) % 64 + 8, (left + 32) % 64 : (left + 32) % 64 + 8]
         assert red[t, top + 2 : top + 6, left + 2 : left + 6].min() > 0 > away.max()
     assert not make_figures.eigen_cam(torch.zeros(2, 3, 4, 4)).any()
@@ -449,8 +379,7 @@ def test_eigen_cam_finds_a_planted_moving_square() -> None:
 def test_eigen_cam_is_the_first_principal_direction() -> None:
     """Against numpy, with channels that disagree: the first right singular vector of (places, channels)."""
     activations = torch.rand(3, 5, 4, 6, generator=torch.Generator().manual_seed(1))
-    found = make_figures.eigen_cam(activations)
-    for one, saliency in zip(activations.double().numpy(), found.numpy()):
+    for one, saliency in zip(activations.double().numpy(), make_figures.eigen_cam(activations).numpy()):
         matrix = one.reshape(5, 24).T
         values, vectors = np.linalg.eigh(matrix.T @ matrix)
         projected = np.abs(matrix @ vectors[:, values.argmax()])
@@ -458,41 +387,58 @@ def test_eigen_cam_is_the_first_principal_direction() -> None:
         np.testing.assert_allclose(saliency, expected.reshape(4, 6), atol=1e-5)
 
 
+def write_model(folder: Path, script: str, variant: str, **changes: Any) -> tuple[Path, nn.Module]:
+    """A run directory with an untrained tiny model for 32 pixels."""
+    _, args, model = methods.build(script, size=32, **{key: changes[key] for key in changes.keys() - {"identity"}})
+    settings = {key: value for key, value in vars(args).items() if key not in ("seed", "env", "variant")}
+    directory = write_run(folder, script, "cheetah-run", 1, variant=variant, **(settings | changes))
+    torch.save({"model": model.state_dict()}, directory / "lam.pt")
+    return directory, model
+
+
 @pytest.mark.parametrize("script", methods.SCRIPTS)
 def test_load_model(script: str, tmp_path: Path) -> None:
     """The trained model of every method comes back from its run directory; other weights are refused by name."""
-    module, args, model = methods.build(script, size=32)
-    changes = {key: value for key, value in runs.jsonable(args).items() if key not in ("seed", "env")}
-    directory = write_run(tmp_path, script, "cheetah-run", 1, **changes)
-    torch.save({"model": model.state_dict()}, directory / "lam.pt")
-    result = json.loads((directory / "result.json").read_text())
-    result["dataset"] = {"train": {"plan": {"image_size": 32}}}
-    (directory / "result.json").write_text(json.dumps(result))
-    run = find_runs(tmp_path)[0]
-    loaded_module, loaded_args, loaded = results.load_model(run)
-    assert loaded_module is module and loaded_args.latent_dim == args.latent_dim and not loaded.training
+    directory, model = write_model(tmp_path, script, "default")
+    run = report.read_run(directory)
+    _, args, loaded = report.load_model(run)
+    assert args.latent_dim == methods.TINY["latent_dim"] and not loaded.training
     expected = model.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
     torch.save({"model": {}}, directory / "lam.pt")
-    with pytest.raises(UserError, match=re.escape(str(directory / "lam.pt"))):
-        results.load_model(run)
+    with pytest.raises(UserError, match=r"lam\.pt"):
+        report.load_model(run)
+    with pytest.raises(UserError, match=r"gone\.py is missing"):
+        report.load_model(dataclasses.replace(run, script="gone"))
 
 
-def test_umap_is_seeded_and_optional(tmp_path: Path, monkeypatch) -> None:
-    pytest.importorskip("umap")
-    directory = write_run(tmp_path, "lapo", "cheetah-run", 1)
-    rng = np.random.default_rng(0)
-    np.savez(
-        directory / "latents.npz", z=rng.random((60, 8), np.float32), action=rng.random((60, 6), np.float32), step=1
+def test_pictures_of_models(tmp_path: Path, planted_dir: Path, monkeypatch) -> None:
+    """A row per model that sees or predicts frames, below the frames as it sees them; other data is refused."""
+    usual = {"data_dir": planted_dir, "identity": {"test_hash": Dataset(planted_dir, "cheetah-run", "test").hash}}
+    write_model(tmp_path, "lapo", "default", **usual)
+    write_model(tmp_path, "laom_labels", "policy-scale=32", **usual)
+    write_model(tmp_path, "masklam", "default", **usual)
+    write_model(tmp_path, "masklam", "occlusion=0.5", occlusion=0.5, **usual)
+    write_model(tmp_path, "laof", "default", data_dir=planted_dir)
+    shown: dict[str, dict[str, Any]] = {}
+    draw = pictures.rows
+    monkeypatch.setattr(
+        pictures, "rows", lambda path, rows, *more: shown.update({path.stem: rows}) or draw(path, rows, *more)
     )
-    found = context(tmp_path, 1)
-    item = make_figures.umap_figure(found, "cheetah-run")
-    first = item.pictures[0].read_bytes()
-    assert make_figures.umap_figure(found, "cheetah-run").pictures[0].read_bytes() == first
-    monkeypatch.setitem(sys.modules, "umap", None)
-    assert "pip install umap-learn" in make_figures.umap_figure(found, "cheetah-run").missing
-    (directory / "latents.npz").unlink()
-    assert "older versions" in make_figures.umap_figure(found, "cheetah-run").missing
+    items = make_figures.strip_figures(context(tmp_path, 1), "cheetah-run")
+    assert {name: list(rows) for name, rows in shown.items()} == {
+        "eigen_cam_cheetah-run": ["o(t)", "LAPO", "LAOM-Labels", "MaskLAM@GT"],
+        "world_model_cheetah-run": ["o(t+1)", "LAPO", "MaskLAM@GT"],
+        "occlusion_cheetah-run_with": ["o(t+1)", "0%", "o(t+1), 50%", "50%"],
+    }
+    frames = shown["occlusion_cheetah-run_with"]
+    assert (frames["o(t+1), 50%"] != frames["o(t+1)"]).any() and len(frames["50%"]) == make_figures.STRIP
+    assert "is not the data that" in items[0].missing and items[3].missing == "No finished runs for this."
+    make_figures.dilation_figure(context(tmp_path, 1), "cheetah-run")
+    sizes = [int((image > 0).sum()) for image in shown["mask_dilation_masks_cheetah-run"]["erosion"][1:]]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
+    sam = make_figures.sam_figure(context(tmp_path, 1))
+    assert "python make_masks.py --env cheetah-run" in sam.missing and not sam.pictures
 
 
 # --- tables and page
@@ -511,8 +457,6 @@ def test_footnotes_are_lettered_once(tmp_path: Path) -> None:
     latex = table.latex()
     assert r"\caption{A \& B. 50\%}" in latex and r"x\_1" in latex and r"\textbf{0.1 $\pm$ 0.2}" in latex
     assert latex.count("&") - latex.count(r"\&") == 4 and r"\textsuperscript{a,b}" in latex
-    written = table.write(tmp_path, "t")
-    assert [path.suffix for path in written] == [".md", ".tex", ".png"] and all(path.exists() for path in written)
 
 
 def test_the_page_escapes_and_embeds(tmp_path: Path) -> None:
@@ -520,12 +464,23 @@ def test_the_page_escapes_and_embeds(tmp_path: Path) -> None:
     (tmp_path / "p.png").write_bytes(b"\x89PNG")
     items = [Item("one", "One", "Tables", "python <x>", table=table), Item("two", "Two", "P", "c", missing="no <runs>")]
     items.append(Item("three", "Three", "P", "c", table=table, pictures=[tmp_path / "p.png"]))
-    text = page(tmp_path / "index.html", "T", "about", items).read_text()
-    assert (
-        "a&lt;b<sup>a</sup>" in text
-        and "x &amp; y" in text
-        and "python &lt;x&gt;" in text
-        and "no &lt;runs&gt;" in text
-    )
+    text = page(tmp_path / "index.html", "T", "about", items).read_text(encoding="utf-8")
+    for escaped in ("x &amp; y", "python &lt;x&gt;", "no &lt;runs&gt;"):
+        assert escaped in text
     assert text.count("a&lt;b<sup>a</sup>") == 2 and text.count("<details>") == 1  # below its picture, folded
     assert 'src="data:image/png;base64,iVBORw=="' in text and "http" not in text and 'name="viewport"' in text
+
+
+def test_compare_prints_a_small_table(tmp_path: Path, capsys) -> None:
+    one = write_run(tmp_path, "lapo", "cheetah-run", 1, 0.25)
+    other = write_run(tmp_path, "lapo", "cheetah-run", 2, 0.75, metrics={"eval/normalised_paper": None})
+    make_figures.main(make_figures.Args(compare=[one, other]))
+    lines = capsys.readouterr().out.splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    assert cells[0][4:9] == ["NMSE", "untrained", "return", "success", "of the paper's expert"]
+    assert cells[2][:9] == ["lapo", "cheetah-run", "default", "1", "0.250", "0.375", "5.0", "-", "25.0%"]
+    assert cells[3][8:] == ["-", "3600", "1800", "360", "99"]
+    assert "lapo cheetah-run default: NMSE 0.5000 ± 0.3536 over 2 seeds" in lines
+    unfinished = write_run(tmp_path, "lapo", "cheetah-run", 3, None)
+    with pytest.raises(UserError, match="is not finished: rerun its command"):
+        make_figures.main(make_figures.Args(compare=[unfinished]))
