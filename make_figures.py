@@ -570,12 +570,11 @@ def prediction_strip(model: Any, inputs: Tensor, frames: Tensor) -> tuple[Any, T
     return (prediction if prediction.dim() == 4 else None), inputs[:, 3, :3]
 
 
-def strip_batch(dataset: Dataset, length: int = STRIP) -> Batch:
+def strip_batch(dataset: Dataset, length: int = STRIP, fields: tuple[str, ...] = ("frames", "masks")) -> Batch:
     """Consecutive transitions of the first episode from its 20th on, or the last that it has."""
     stop = dataset.episode_start[1] - 1
     index = np.arange(stop)[max(0, min(20, stop - length)) :][:length]
-    options = {"max_offset": 1, "device": torch.device("cpu"), "fields": ("frames", "masks")}
-    return next(sequential(dataset, length, indices=index, **options))
+    return next(sequential(dataset, length, max_offset=1, device=torch.device("cpu"), fields=fields, indices=index))
 
 
 def strip_figure(context: Context, item: Item, chosen: dict[str, Run], strip: Callable) -> Item:
@@ -590,9 +589,11 @@ def strip_figure(context: Context, item: Item, chosen: dict[str, Run], strip: Ca
     for name, run in chosen.items():
         try:
             module, args, model = report.load_model(run)
-            if "frames" not in module.FIELDS:  # it sees no pictures
+            fields = module.input_fields(args)
+            if "frames" not in fields:  # it sees no pictures
                 continue
-            batch = strip_batch(context.test_set(run))
+            args.data_dir = context.test_set(run).data_dir
+            batch = strip_batch(module.open_split(args, "test"), fields=tuple({*fields, "masks"}))
         except UserError as error:
             item.missing += f"{name}: {error}. "
             continue
