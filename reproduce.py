@@ -459,7 +459,7 @@ def run_local(jobs: list[Job], folder: Path, at_once: int | None) -> None:
                 process.terminate()
             for _, process in processes.values():
                 process.wait()
-            raise Stopped("rerun the same command to resume")
+            raise Stopped(f"{sum(job.state != 'finished' for job in jobs)} jobs are left")
         ready = [job for job in jobs if job.ready()]
         for slot, job in zip([slot for slot in range(slots) if slot not in processes], ready):
             environment = usual | os.environ
@@ -571,7 +571,7 @@ def run_slurm(jobs: list[Job], args: Args, folder: Path) -> None:
         for _ in range(5 * QUEUE_SECONDS):
             if stop_requested():
                 left = " ".join(sorted({job.slurm_id.split("_")[0] for job in running}))
-                raise Stopped(f"{len(running)} jobs stay in Slurm's queue (scancel {left} ends them); rerun to resume")
+                raise Stopped(f"{len(running)} jobs stay in Slurm's queue (scancel {left} ends them)")
             time.sleep(0.2)
 
 

@@ -25,8 +25,8 @@ from reproduce import Args, Job, Planned
 
 ROOT = Path(__file__).parents[1]
 TINY = (
-    "idm-scale=1 fdm-scale=1 policy-scale=1 latent-dim=16 batch-size=16 num-labels=40 device=cpu lam-updates=6 log-every=1 "
-    "policy-updates=6 decoder-updates=10 checkpoint-every=2 eval-episodes=1 eval-envs=1 eval-steps=5"
+    "idm-scale=1 fdm-scale=1 policy-scale=1 latent-dim=16 batch-size=16 num-labels=40 device=cpu lam-updates=6 "
+    "log-every=1 policy-updates=6 decoder-updates=10 checkpoint-every=2 eval-episodes=1 eval-envs=1 eval-steps=5"
 ).split()
 
 
@@ -76,9 +76,8 @@ def test_label_budgets_are_decoders_of_the_main_table_s_runs() -> None:
     assert {run.args.num_labels for run in budget} == {(2000, 4000, 8000, 16_000, 32_000, 64_000, 128_000)}
     distractor = {run.run_dir for run in planned("main-table", **only) if run.args.distractors}
     assert {run.run_dir for run in budget} == distractor
-    together = planned("all", **only)
-    names = [name for name in reproduce.EXPERIMENTS for _ in planned(name, **only)]
-    assert len(together) == len({run.run_dir for run in together}) < len(names)
+    together, separate = planned("all", **only), [planned(name, **only) for name in reproduce.EXPERIMENTS]
+    assert sorted(run.run_dir for run in together) == sorted({run.run_dir for runs in separate for run in runs})
     assert Counter(len(run.args.num_labels) for run in together)[7] == 6
     quick = planned("label-budget", quick=True, methods=["LAPO"], set=["num-labels=60"], values=["30"], **only)
     assert [run.args.num_labels for run in quick] == [(30, 60)]  # --set changes the usual number, not the sweep
@@ -145,8 +144,8 @@ def test_data_and_masks_are_made_first(tmp_path: Path) -> None:
 
     jobs = jobs_by_name()
     data, masks = {"data-cheetah-run-1", "data-cheetah-run-2"}, {"masks-sam-cheetah-run-1", "masks-sam-cheetah-run-2"}
-    made = "python make_dataset.py --env cheetah-run --quick --backgrounds=synthetic --data-dir"
-    assert jobs["data-cheetah-run-2"].command.startswith(made)
+    words = "python make_dataset.py --env cheetah-run --quick --backgrounds=synthetic --data-dir"
+    assert jobs["data-cheetah-run-2"].command.startswith(words)
     assert {job.name for job in jobs["masks-sam-cheetah-run-1"].needs} == data
     assert {job.name for job in jobs["lapo-cheetah-run-quick-seed1"].needs} == data
     assert {job.name for job in jobs["masklam-cheetah-run-quick_mask-source=sam-seed1"].needs} == data | masks
@@ -207,7 +206,7 @@ def test_a_real_grid_with_an_interrupt_and_a_failing_run(tmp_path: Path, capsys)
     wait_for(lambda: list(tmp_path.glob("runs/masklam/*/*/*/*.pt")) or command.poll() is not None)
     command.send_signal(signal.SIGINT)
     out, err = command.communicate(timeout=120)
-    assert command.returncode == 130 and "rerun the same command to resume" in err, (out, err)
+    assert command.returncode == 130 and "2 jobs are left; rerun" in err, (out, err)
     assert "finished: data-cheetah-run-1" in out
 
     good, broken = (tmp_path / f"runs/masklam/cheetah-run/{name}/seed1" for name in ("quick", "quick_mask-dilation=1"))
