@@ -4,29 +4,26 @@ The walks follow the Distracting Control Suite (Stone et al., 2021), dynamic set
 random number comes from the generator that the caller passes, and the camera is not confined to the front quadrant.
 """
 
-import fcntl
 import functools
 import hashlib
 import os
+import re
 import shutil
-import tempfile
-import urllib.error
-import urllib.request
 import zipfile
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from PIL import Image, ImageOps
 
-from common.errors import UserError
+from common.cli import UserError
+from common.store import fill
 from common.tasks import Task
 
-if TYPE_CHECKING:
-    from PIL import Image
-
 DAVIS_URL = "https://data.vision.ee.ethz.ch/csergi/share/davis/DAVIS-2017-trainval-480p.zip"
+DAVIS_PARTS = ("DAVIS/JPEGImages/480p/", "DAVIS/ImageSets/2017/")  # what is unpacked of it
 DCS_NUM_VIDEOS = 4  # the "easy" setting
 SYNTHETIC_CLIPS = 16  # per split
 SYNTHETIC_FRAMES = 64
@@ -51,7 +48,7 @@ class DistractorConfig:
     """Difficulty of the colour walk, 0 switches it off."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Clip:
     """A background clip, decoded at first use."""
 
@@ -67,6 +64,7 @@ class Clip:
         return frames
 
 
+@functools.cache
 def load_clips(config: DistractorConfig, task: Task, split: str, image_size: int | None = None) -> list[Clip]:
     """The clips of a split, in sorted order, square and at the size that is rendered; cached per process.
 
@@ -76,12 +74,20 @@ def load_clips(config: DistractorConfig, task: Task, split: str, image_size: int
     """
     if split not in ("train", "test"):
         raise ValueError(f"split is {split!r}, must be 'train' or 'test'")
-    image_size = image_size or task.image_size
-    size = round(FACE_SCALE * image_size) if task.suite == "dcs" else image_size
-    clips = _all_clips(config.backgrounds, Path(config.davis_dir), split, size, mirror=task.suite == "dcs")
+    size, on_skybox = image_size or task.image_size, task.suite == "dcs"
+    if on_skybox:
+        size = round(FACE_SCALE * size)
+    if config.backgrounds == "synthetic":
+        numbers = range(SYNTHETIC_CLIPS)
+        loads = {f"synthetic-{split}-{n:02d}": functools.partial(synthetic_clip, split, n, size) for n in numbers}
+    else:
+        davis = config.backgrounds == "davis"
+        sources = _davis_sources(config.davis_dir, split) if davis else _sources(Path(config.backgrounds), split)
+        loads = {source.name: functools.partial(_read_clip, source, size) for source in sources}
+    clips = [Clip(name, load, mirror=on_skybox) for name, load in loads.items()]
     count = config.num_videos
     if count is None:
-        count = min(DCS_NUM_VIDEOS, len(clips)) if task.suite == "dcs" else len(clips)
+        count = min(DCS_NUM_VIDEOS, len(clips)) if on_skybox else len(clips)
     if not 1 <= count <= len(clips):
         raise UserError(
             f"--num-videos is {count}, but {config.backgrounds!r} has {len(clips)} clips in the {split} split"
@@ -89,154 +95,102 @@ def load_clips(config: DistractorConfig, task: Task, split: str, image_size: int
     return clips[:count]
 
 
-@functools.cache
-def _all_clips(backgrounds: str, davis_dir: Path, split: str, size: int, mirror: bool) -> list[Clip]:
-    if backgrounds == "davis":
-        clips = _davis_clips(davis_dir, split, size)
-    elif backgrounds == "synthetic":
-        clips = [
-            Clip(f"synthetic-{split}-{index:02d}", functools.partial(synthetic_clip, split, index, size))
-            for index in range(SYNTHETIC_CLIPS)
-        ]
-    else:
-        clips = _folder_clips(Path(backgrounds), split, size)
-    return [replace(clip, mirror=mirror) for clip in clips]
-
-
-def _davis_clips(davis_dir: Path, split: str, size: int) -> list[Clip]:
-    ensure_davis(davis_dir)
+def _davis_sources(davis_dir: Path, split: str) -> list[Path]:
+    fill(lambda: [davis_dir], lambda folder: not folder.is_dir(), download_davis)
     listing = davis_dir / "ImageSets" / "2017" / ("train.txt" if split == "train" else "val.txt")
-    if not listing.is_file():
-        raise UserError(
-            f"{listing} is missing: remove {davis_dir} to download DAVIS again, or use --backgrounds synthetic"
-        )
-    folders = [davis_dir / "JPEGImages" / "480p" / name for name in sorted(listing.read_text().split())]
-    clips = [_image_clip(folder, size) for folder in folders if folder.is_dir() and _images(folder)]
-    if not clips:
+    names = sorted(listing.read_text().split()) if listing.is_file() else []
+    sources = [davis_dir / "JPEGImages" / "480p" / name for name in names]
+    sources = [source for source in sources if _frame_files(source)]
+    if not sources:
         raise UserError(
             f"no clip of {listing} has frames in {davis_dir / 'JPEGImages' / '480p'}: remove {davis_dir} to download "
             "DAVIS again, or use --backgrounds synthetic"
         )
-    return clips
+    return sources
 
 
-def _folder_clips(folder: Path, split: str, size: int) -> list[Clip]:
+def _sources(folder: Path, split: str) -> list[Path]:
+    """The folders of images and the video files in a user's folder: the first 80% train, the others test."""
     if not folder.is_dir():
         raise UserError(f"--backgrounds is {str(folder)!r}: neither 'davis' nor 'synthetic' nor a folder of clips")
-    clips = []
-    for path in sorted(folder.iterdir()):
-        if path.is_dir() and _images(path):
-            clips.append(_image_clip(path, size))
-        elif path.suffix.lower() in VIDEO_SUFFIXES:
-            clips.append(Clip(path.name, functools.partial(_read_video, path, size)))
-    if len(clips) < 2:
+    sources = [path for path in _listing(folder) if path.suffix.lower() in VIDEO_SUFFIXES or _frame_files(path)]
+    if len(sources) < 2:
         raise UserError(
-            f"{folder} has {len(clips)} clips (folders of images, or video files), but at least 2 are needed: "
+            f"{folder} has {len(sources)} clips (folders of images, or video files), but at least 2 are needed: "
             "the first 80% are for training, the rest for testing"
         )
-    num_train = max(1, int(0.8 * len(clips)))
-    return clips[:num_train] if split == "train" else clips[num_train:]
+    num_train = int(0.8 * len(sources))
+    return sources[:num_train] if split == "train" else sources[num_train:]
 
 
-def _images(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
+def _listing(folder: Path) -> list[Path]:
+    """What a folder holds, except for hidden files, in natural order: frame2 before frame10."""
+
+    def natural(path: Path) -> tuple[list[str | int], str]:  # texts and numbers in turn; then, for 1 and 01, the name
+        return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path.name)], path.name
+
+    return sorted((path for path in folder.iterdir() if not path.name.startswith(".")), key=natural)
 
 
-def _image_clip(folder: Path, size: int) -> Clip:
-    return Clip(folder.name, functools.partial(_read_images, folder, size))
+def _frame_files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return [path for path in _listing(folder) if path.suffix.lower() in IMAGE_SUFFIXES]
 
 
-def _square(frame: "Image.Image", size: int) -> np.ndarray:
-    """Centre crop a PIL image to a square and resize it: uint8 (size, size, 3)."""
-    from PIL import Image
-
-    width, height = frame.size
-    side = min(width, height)
-    left, top = (width - side) / 2, (height - side) / 2
-    box = (left, top, left + side, top + side)
-    return np.asarray(frame.convert("RGB").resize((size, size), Image.Resampling.BICUBIC, box=box))
-
-
-def _read_images(folder: Path, size: int) -> np.ndarray:
-    from PIL import Image
-
+def _read_clip(source: Path, size: int) -> np.ndarray:
+    """uint8 (T, size, size, 3), from a folder of images or a video file: the square in the middle."""
     frames = []
-    for path in _images(folder):
+    for path in _frame_files(source) or [source]:
         try:
-            with Image.open(path) as image:
-                frames.append(_square(image, size))
-        except OSError as error:
-            raise UserError(f"cannot read the background frame {path}: {error}") from error
-    return np.stack(frames)
-
-
-def _read_video(path: Path, size: int) -> np.ndarray:
-    import imageio.v3 as iio
-    from PIL import Image
-
-    try:
-        frames = [_square(Image.fromarray(frame), size) for frame in iio.imiter(path)]
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"cannot read the background clip {path}: {error}") from error
+            for picture in _pictures(path):
+                frames.append(ImageOps.fit(picture.convert("RGB"), (size, size), Image.Resampling.BICUBIC))
+        except (OSError, ValueError, RuntimeError) as error:
+            raise UserError(f"cannot read the background clip {path}: {error}") from error
     if not frames:
-        raise UserError(f"the background clip {path} has no frames")
-    return np.stack(frames)
+        raise UserError(f"the background clip {source} has no frames")
+    return np.stack([np.asarray(frame) for frame in frames])
+
+
+def _pictures(path: Path) -> Iterator[Image.Image]:
+    """The picture in an image file, or the frames of a video file."""
+    if path.suffix.lower() in VIDEO_SUFFIXES:
+        import imageio.v3 as iio
+
+        yield from map(Image.fromarray, iio.imiter(path))
+    else:
+        with Image.open(path) as picture:
+            yield picture
 
 
 # --- DAVIS download ---
 
 
-def ensure_davis(davis_dir: Path) -> None:
-    """Download DAVIS 2017 (480p, train and val) to `davis_dir` unless it exists; complete or not at all.
+def download_davis(davis_dir: Path) -> None:
+    """Download DAVIS 2017 (480p, train and val) to `davis_dir`, complete or not at all.
 
-    Processes that ask at the same time wait for the one that downloads. The site publishes no checksum, so the length
-    that the server announces and the archive's own CRC of every file are checked. Raises `UserError` without a network.
+    The site publishes no checksum, so the length that the server announces and the archive's own CRC of every file are
+    checked. Raises `UserError` without a network.
     """
-    davis_dir = Path(davis_dir)
-    if davis_dir.is_dir():
-        return
-    parent = davis_dir.resolve().parent
-    parent.mkdir(parents=True, exist_ok=True)
-    with (parent / f".{davis_dir.name}.lock.part").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if davis_dir.is_dir():
-            return
-        temporary = Path(tempfile.mkdtemp(prefix=f".{davis_dir.name}.", suffix=".part", dir=parent))
-        try:
-            _download(DAVIS_URL, temporary / "davis.zip", davis_dir)
-            _unpack(temporary / "davis.zip", temporary)
-            os.replace(temporary / "DAVIS", davis_dir)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+    import pooch
 
-
-def _download(url: str, target: Path, davis_dir: Path) -> None:
-    from tqdm import tqdm
-
-    advice = f"Put the folder DAVIS of {url} at {davis_dir} (--davis-dir), or use --backgrounds synthetic"
+    partial = davis_dir.with_name(f".{davis_dir.name}.part")
+    shutil.rmtree(partial, ignore_errors=True)  # what a killed process left
+    partial.mkdir()
     try:
-        with urllib.request.urlopen(url, timeout=30) as response, target.open("wb") as file:
-            total = int(response.headers.get("Content-Length") or 0)
-            with tqdm(total=total or None, unit="B", unit_scale=True, desc="DAVIS 2017 (480p)") as bar:
-                while block := response.read(1 << 20):
-                    file.write(block)
-                    bar.update(len(block))
-    except (urllib.error.URLError, OSError) as error:
-        raise UserError(f"{davis_dir} is missing and downloading it failed ({error}). {advice}") from error
-    if total and target.stat().st_size != total:
-        raise UserError(f"the download of DAVIS ended at {target.stat().st_size} of {total} bytes: try again. {advice}")
-
-
-def _unpack(archive: Path, folder: Path) -> None:
-    try:
-        with zipfile.ZipFile(archive) as file:
-            for member in file.infolist():
-                if member.filename.startswith(("DAVIS/JPEGImages/480p/", "DAVIS/ImageSets/2017/")):
-                    file.extract(member, folder)  # reading a member checks its CRC
-    except zipfile.BadZipFile as error:
-        raise UserError(f"the DAVIS archive is damaged ({error}): run the same command again") from error
-    if not (folder / "DAVIS" / "JPEGImages" / "480p").is_dir():
-        raise UserError("the DAVIS archive does not hold DAVIS/JPEGImages/480p: the site has changed")
+        print(f"Downloading {DAVIS_URL} (0.8 GB)")
+        pooch.HTTPDownloader(progressbar=True, chunk_size=1 << 20)(DAVIS_URL, partial / "davis.zip", None)
+        with zipfile.ZipFile(partial / "davis.zip") as archive:
+            names = [name for name in archive.namelist() if name.startswith(DAVIS_PARTS)]
+            archive.extractall(partial, names)  # reading a file checks its CRC
+        os.replace(partial / "DAVIS", davis_dir)
+    except (OSError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(
+            f"{davis_dir} is missing and downloading it failed ({error}): try again, put the folder DAVIS of "
+            f"{DAVIS_URL} at {davis_dir} (--davis-dir), or use --backgrounds synthetic"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 # --- synthetic clips ---

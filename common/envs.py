@@ -7,30 +7,17 @@ Meta-World it is the clean picture with a clip in place of all that is not scene
 
 import ctypes
 import importlib
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import gymnasium
 import numpy as np
 
-from common.distractors import (
-    FACE_SCALE,
-    BackgroundPlayer,
-    CameraWalk,
-    Clip,
-    ColorWalk,
-    DistractorConfig,
-    load_clips,
-)
-from common.errors import UserError
-from common.rendering import Renderer, import_simulator, segment_tables
+from common.cli import UserError
+from common.distractors import FACE_SCALE, BackgroundPlayer, CameraWalk, ColorWalk, DistractorConfig, load_clips
+from common.rendering import Renderer, RenderOptions, import_simulator, mujoco, segment_tables
 from common.tasks import Task, get_task
 
-if TYPE_CHECKING:
-    import mujoco
-
-Render = Literal["clean", "distractor"]
-RENDERS: tuple[Render, ...] = ("clean", "distractor")
-
+RENDERS = ("clean", "distractor")
 MIN_CAMERA_HEIGHT = 0.05  # m above the floor
 ROBOT = "base"  # Meta-World's body at the root of the robot
 
@@ -45,7 +32,7 @@ def make_env(
     distractors: DistractorConfig = DistractorConfig(),  # noqa: B008, it is frozen
     image_size: int | None = None,
     max_steps: int | None = None,
-) -> gymnasium.Env:
+) -> "DistractingEnv":
     """An environment whose observation is a dict; `renders=()` is physics only and needs no OpenGL.
 
     Observation: `state` float32 (S,); for each render r `r/observation` uint8 (H, W, 3) and, with `masks`, `r/mask`
@@ -66,76 +53,75 @@ def make_env(
     max_steps = max_steps or task.max_steps
     if task.suite == "dmw" and max_steps > task.max_steps:
         raise UserError(f"{task.name} ends after {task.max_steps} steps, {max_steps} are too many")
-    return (DCSEnv if task.suite == "dcs" else DMWEnv)(
-        task,
-        split=split,
-        renders=tuple(r for r in RENDERS if r in renders),
+    options = RenderOptions(
+        renders=tuple(render for render in RENDERS if render in renders),
         masks=masks,
-        quality=quality,
+        size=image_size or task.image_size,
+        fast=quality == "fast",
         distractors=distractors,
-        image_size=image_size or task.image_size,
-        max_steps=max_steps,
     )
-
-
-def seed_streams(seed: int) -> dict[str, np.random.SeedSequence]:
-    """Independent seeds for each purpose, so that switching one distractor off leaves everything else as it was."""
-    purposes = ("physics", "background", "camera", "color")
-    return dict(zip(purposes, np.random.SeedSequence(seed).spawn(len(purposes))))
-
-
-def physics_seed(seed: int) -> int:
-    """The seed that Meta-World's environment gets at `reset(seed=seed)`."""
-    return int(seed_streams(seed)["physics"].generate_state(1)[0])
-
-
-def physics_random_state(seed: int) -> np.random.RandomState:
-    """The random state that dm_control's task gets at `reset(seed=seed)`."""
-    return np.random.RandomState(np.random.MT19937(seed_streams(seed)["physics"]))
-
-
-def _background_info(player: BackgroundPlayer) -> dict[str, Any]:
-    return {
-        "background": player.clip.name,
-        "background_start": player.index,
-        "background_direction": player.direction,
-    }
+    return (DCSEnv if task.suite == "dcs" else DMWEnv)(task, max_steps, options, split)
 
 
 class DistractingEnv(gymnasium.Env):
-    """What both suites share: spaces, clips, and the renderer that the first reset makes."""
+    """What both suites share: spaces, clips, and the renderer that the first reset starts. Use `make_env`.
+
+    A suite adds MuJoCo's `model` and `data`, to be read only, `_reset_physics(seed) -> state` and
+    `_step_physics(action) -> (state, reward, terminated, info)`.
+    """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012, gymnasium's interface
+    renderer_class: type[Renderer]
 
-    def __init__(
-        self,
-        task: Task,
-        *,
-        split: str,
-        renders: tuple[Render, ...],
-        masks: bool,
-        quality: str,
-        distractors: DistractorConfig,
-        image_size: int,
-        max_steps: int,
-    ):
-        self.task, self.renders, self.masks, self.max_steps = task, renders, masks, max_steps
-        self._fast, self._size, self._distractors = quality == "fast", image_size, distractors
-        self._clips: list[Clip] = []
-        if "distractor" in renders:
-            self._clips = load_clips(distractors, task, split, image_size)
-        self._renderer: Any = None
+    def __init__(self, task: Task, max_steps: int, options: RenderOptions, split: str):
+        self.task, self.max_steps, self._options = task, max_steps, options
+        self._distracting = "distractor" in options.renders
+        self._clips = load_clips(options.distractors, task, split, options.size) if self._distracting else []
+        self._renderer: Renderer | None = None
         self._steps = 0
 
+        shape = (options.size, options.size)
         spaces: dict[str, gymnasium.Space] = {
             "state": gymnasium.spaces.Box(-np.inf, np.inf, (task.state_dim,), np.float32)
         }
-        for render in renders:
-            spaces[f"{render}/observation"] = gymnasium.spaces.Box(0, 255, (image_size, image_size, 3), np.uint8)
-            if masks:
-                spaces[f"{render}/mask"] = gymnasium.spaces.Box(0, 1, (image_size, image_size), np.bool_)
+        for render in options.renders:
+            spaces[f"{render}/observation"] = gymnasium.spaces.Box(0, 255, (*shape, 3), np.uint8)
+            if options.masks:
+                spaces[f"{render}/mask"] = gymnasium.spaces.Box(0, 1, shape, np.bool_)
         self.observation_space = gymnasium.spaces.Dict(spaces)
         self.action_space = gymnasium.spaces.Box(-1, 1, (task.action_dim,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict[str, np.ndarray], dict]:
+        super().reset(seed=seed)
+        if seed is None:
+            seed = int(self.np_random.integers(2**31))
+        # Independent seeds for each purpose, so that switching one distractor off leaves everything else as it was.
+        physics, background, camera, color = np.random.SeedSequence(seed).spawn(4)
+        state = self._reset_physics(physics)
+        self._steps = 0
+        if self._options.renders and self._renderer is None:
+            self._renderer = self.renderer_class(self._options, self.task, self.model, self.data)
+        info: dict[str, Any] = {}
+        if self._distracting:
+            player = BackgroundPlayer(self._clips, np.random.default_rng(background))
+            self._renderer.start(player, camera, color)
+            info = {
+                "background": player.clip.name,
+                "background_start": player.index,
+                "background_direction": player.direction,
+            }
+        return self._observe(state), info
+
+    def step(self, action: np.ndarray) -> tuple[dict[str, np.ndarray], float, bool, bool, dict]:
+        state, reward, terminated, info = self._step_physics(np.clip(action, -1, 1))
+        self._steps += 1
+        if self._renderer:
+            for distractor in self._renderer.moving:
+                distractor.step()
+        return self._observe(state), float(reward), terminated, self._steps >= self.max_steps, info
+
+    def _observe(self, state: np.ndarray) -> dict[str, np.ndarray]:
+        return {"state": state.astype(np.float32), **(self._renderer.render() if self._renderer else {})}
 
     def close(self) -> None:
         if self._renderer is not None:
@@ -143,148 +129,78 @@ class DistractingEnv(gymnasium.Env):
             self._renderer = None
 
 
-class DCSEnv(DistractingEnv):
-    """A task of the Distracting Control Suite. Use `make_env`."""
-
-    def __init__(self, task: Task, **options: Any):
-        super().__init__(task, **options)
-        suite = import_simulator("dm_control.suite")
-        self._dm_env = suite.load(*task.name.split("-"), task_kwargs={"time_limit": float("inf")})
-
-    @property
-    def physics(self):
-        """dm_control's physics. Read it only."""
-        return self._dm_env.physics
-
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict[str, np.ndarray], dict]:
-        super().reset(seed=seed)
-        if seed is None:
-            seed = int(self.np_random.integers(2**31))
-        streams = seed_streams(seed)
-        self._dm_env.task._random = physics_random_state(seed)
-        time_step = self._dm_env.reset()
-        self._steps = 0
-
-        info: dict[str, Any] = {}
-        if self.renders and self._renderer is None:
-            self._renderer = _DCSRenderer(self.task, self.physics, self.renders, self.masks, self._size, self._fast)
-        if "distractor" in self.renders:
-            player = BackgroundPlayer(self._clips, np.random.default_rng(streams["background"]))
-            self._renderer.start(player, self._distractors, streams)
-            info = _background_info(player)
-        return self._observe(time_step.observation), info
-
-    def step(self, action: np.ndarray) -> tuple[dict[str, np.ndarray], float, bool, bool, dict]:
-        time_step = self._dm_env.step(np.clip(action, -1, 1))
-        self._steps += 1
-        if "distractor" in self.renders:
-            self._renderer.step()
-        return self._observe(time_step.observation), float(time_step.reward), False, self._steps >= self.max_steps, {}
-
-    def _observe(self, observation: dict[str, Any]) -> dict[str, np.ndarray]:
-        state = np.concatenate([np.ravel(observation[key]) for key in sorted(observation)]).astype(np.float32)
-        return {"state": state, **(self._renderer.render() if self._renderer else {})}
+# --- Distracting Control Suite ---
 
 
 class _DCSRenderer(Renderer):
-    """Renders one dm_control physics; owns an OpenGL context and the state of the distractors."""
-
-    def __init__(self, task: Task, physics: Any, renders: tuple[Render, ...], masks: bool, size: int, fast: bool):
-        super().__init__(size, fast)
-        self._renders, self._masks = renders, masks
-        self._camera_id, self._view = task.camera, self._camera(task.camera)
-        self._data = physics.data.ptr
+    def __init__(self, options: RenderOptions, task: Task, model: mujoco.MjModel, data: mujoco.MjData):
+        super().__init__(options, task, model, data)
         self._models: dict[str, mujoco.MjModel] = {}
         self._scenes: dict[str, mujoco.MjvScene] = {}
-        for render in renders:
-            model = physics.model.ptr
+        self._camera_walk: CameraWalk | None = None
+        bodies = model.geom_bodyid  # the model with distractors has the same
+        self._is_agent = lambda kind, index: kind == mujoco.mjtObj.mjOBJ_GEOM and bodies[index] != 0
+        for render in options.renders:
             if render == "distractor":
-                model = _distractor_model(task, round(FACE_SCALE * size))
+                model = _distractor_model(task, round(FACE_SCALE * options.size))
             self._models[render], self._scenes[render] = model, self._make_scene(model)
             self._contexts[render] = self._make_context(model)
-        if masks and renders:
+        if options.masks:
             self._contexts["mask"] = self._make_context(model, masks=True)
 
-        if "distractor" in renders:
-            model = self._models["distractor"]
+        if "distractor" in options.renders:
             self._original_rgb = model.mat_rgba[:, :3].copy()
-            floor = self._mujoco.mj_name2id(model, self._mujoco.mjtObj.mjOBJ_MATERIAL, "grid")
+            floor = mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_MATERIAL, "grid")
             model.mat_rgba[floor, 3] = task.floor_alpha
-            view = self._data.cam_xmat[task.camera].reshape(3, 3)[:, 2]
+            view = self._data.cam_xmat[self._camera].reshape(3, 3)[:, 2]
             self._texture = _SkyboxTexture(
-                self._contexts["distractor"], model.cam_fovy[task.camera], along_x=abs(view[0]) > abs(view[1])
+                self._contexts["distractor"], model.cam_fovy[self._camera], along_x=abs(view[0]) > abs(view[1])
             )
-        self._player: BackgroundPlayer | None = None
-        self._camera_walk: CameraWalk | None = None
-        self._color_walk: ColorWalk | None = None
 
-    def start(self, player: BackgroundPlayer, config: DistractorConfig, streams: dict) -> None:
-        """Begin an episode; the physics must have been reset."""
-        self._player = player
-        self._camera_walk = self._color_walk = None
-        if config.camera_scale > 0:
-            offset, target = self._camera_relative_to_agent()
-            self._camera_walk = CameraWalk(
-                np.random.default_rng(streams["camera"]), config.camera_scale, offset, target
-            )
-        rgb = self._original_rgb
-        if config.color_scale > 0:
-            self._color_walk = ColorWalk(np.random.default_rng(streams["color"]), config.color_scale, rgb)
-            rgb = self._color_walk.rgb
-        self._models["distractor"].mat_rgba[:, :3] = rgb
-
-    def step(self) -> None:
-        """Move everything that distracts."""
-        self._player.step()
-        if self._camera_walk:
-            self._camera_walk.step()
-        if self._color_walk:
-            self._color_walk.step()
-            self._models["distractor"].mat_rgba[:, :3] = self._color_walk.rgb
+    def start(self, player: BackgroundPlayer, camera: np.random.SeedSequence, color: np.random.SeedSequence) -> None:
+        super().start(player, camera, color)
+        scales = self._options.distractors
+        self._color_walk = ColorWalk(np.random.default_rng(color), scales.color_scale, self._original_rgb)
+        self.moving.append(self._color_walk)
+        if scales.camera_scale > 0:  # else the task's own camera, to the last bit
+            # The task's camera and the point it looks at, as far away as the agent; relative to its centre of mass.
+            offset = self._data.cam_xpos[self._camera] - self._data.subtree_com[1]
+            backward = self._data.cam_xmat[self._camera].reshape(3, 3)[:, 2]
+            target = offset - np.linalg.norm(offset) * backward
+            self._camera_walk = CameraWalk(np.random.default_rng(camera), scales.camera_scale, offset, target)
+            self.moving.append(self._camera_walk)
 
     def render(self) -> dict[str, np.ndarray]:
-        """Observations uint8 (H, W, 3) and masks bool (H, W) of the current state."""
         self._gl.make_current()
-        result, plain_mask = {}, None
-        for render in self._renders:
-            moved = render == "distractor" and self._camera_walk is not None
-            self._place(render, moved)
+        result, mask = {}, None
+        for render in self._options.renders:
+            scene, model = self._scenes[render], self._models[render]
             if render == "distractor":
-                self._texture.upload(self._player.frame, self._scenes[render])
-            result[f"{render}/observation"] = self._draw(self._scenes[render], self._contexts[render])[::-1].copy()
-            if self._masks:
-                if moved:
-                    mask = self._mask(render)
-                else:  # both renders see the agent from the same place
-                    plain_mask = mask = self._mask(render) if plain_mask is None else plain_mask
+                self._update_distractors(scene, model)
+            else:
+                self._update_scene(scene, model)
+            result[f"{render}/observation"] = self._draw(scene, self._contexts[render])[::-1].copy()
+            if self._options.masks:
+                if mask is None or self._camera_walk:  # from one place, both renders see the same of the agent
+                    segments = self._draw_segments(scene, self._contexts["mask"])[::-1]
+                    (is_agent,) = segment_tables(scene, self._is_agent)
+                    mask = is_agent[segments]
                 result[f"{render}/mask"] = mask.copy()
         return result
 
-    def _camera_relative_to_agent(self) -> tuple[np.ndarray, np.ndarray]:
-        """The task's camera and the point it looks at, as far away as the agent; relative to its centre of mass."""
-        offset = self._data.cam_xpos[self._camera_id] - self._data.subtree_com[1]
-        backward = self._data.cam_xmat[self._camera_id].reshape(3, 3)[:, 2]
-        return offset, offset - np.linalg.norm(offset) * backward
-
-    def _place(self, render: Render, moved: bool) -> None:
-        """Bring a scene up to date, seen from the walking camera if `moved`."""
-        data, index = self._data, self._camera_id
-        if moved:
-            plain = data.cam_xpos[index].copy(), data.cam_xmat[index].copy()
+    def _update_distractors(self, scene: mujoco.MjvScene, model: mujoco.MjModel) -> None:
+        """Bring a scene up to date, with the walking colours, seen from the walking camera, before the clip."""
+        data, index = self._data, self._camera
+        model.mat_rgba[:, :3] = self._color_walk.rgb
+        plain_position, plain_rotation = data.cam_xpos[index].copy(), data.cam_xmat[index].copy()
+        if self._camera_walk:
             offset, rotation = self._camera_walk.pose()
             data.cam_xpos[index] = data.subtree_com[1] + offset
             data.cam_xpos[index, 2] = max(data.cam_xpos[index, 2], MIN_CAMERA_HEIGHT)
             data.cam_xmat[index] = rotation.ravel()
-        self._update_scene(self._scenes[render], self._models[render], data, self._view)
-        if moved:
-            data.cam_xpos[index], data.cam_xmat[index] = plain
-
-    def _mask(self, render: Render) -> np.ndarray:
-        scene, bodies = self._scenes[render], self._models[render].geom_bodyid
-        segments = self._draw_segments(scene, self._contexts["mask"])[::-1]
-        geom = self._mujoco.mjtObj.mjOBJ_GEOM
-        (is_agent,) = segment_tables(scene, lambda kind, index: kind == geom and bodies[index] != 0)
-        return is_agent[segments]
+        self._update_scene(scene, model)
+        data.cam_xpos[index], data.cam_xmat[index] = plain_position, plain_rotation
+        self._texture.upload(self._player.frame, scene)
 
 
 class _SkyboxTexture:
@@ -297,7 +213,7 @@ class _SkyboxTexture:
     # The world's direction of each cube map face, in OpenGL's order.
     _DIRECTIONS = np.array([(1, 0, 0), (-1, 0, 0), (0, 0, 1), (0, 0, -1), (0, -1, 0), (0, 1, 0)])
 
-    def __init__(self, context: "mujoco.MjrContext", fovy: float, along_x: bool):
+    def __init__(self, context: mujoco.MjrContext, fovy: float, along_x: bool):
         """`fovy`: the camera's field of view in degrees; `along_x`: its image plane is normal to x and not to y."""
         from OpenGL import GL
         from OpenGL.raw.GL.VERSION.GL_1_1 import glTexSubImage2D
@@ -309,7 +225,7 @@ class _SkyboxTexture:
         self._along_x = along_x
         self._min_cosine = np.cos(np.arctan(np.sqrt(2)) + np.arctan(np.sqrt(2) * np.tan(np.deg2rad(fovy) / 2)))
 
-    def upload(self, frame: np.ndarray, scene: "mujoco.MjvScene") -> None:
+    def upload(self, frame: np.ndarray, scene: mujoco.MjvScene) -> None:
         """`frame`: uint8 (face, face, 3), contiguous."""
         GL = self._gl
         GL.glBindTexture(GL.GL_TEXTURE_CUBE_MAP, self._texture)
@@ -326,10 +242,8 @@ class _SkyboxTexture:
             self._write(target, 0, 0, 0, *frame.shape[1::-1], GL.GL_RGB, GL.GL_UNSIGNED_BYTE, pointer)
 
 
-def _distractor_model(task: Task, face: int) -> "mujoco.MjModel":
+def _distractor_model(task: Task, face: int) -> mujoco.MjModel:
     """The task's model with a small, empty skybox; everything else is as in the physics."""
-    import mujoco
-
     domain = importlib.import_module(f"dm_control.suite.{task.name.split('-')[0]}")
     xml, assets = domain.get_model_and_assets()
     skybox = f'<texture name="skybox" type="skybox" builtin="flat" width="{face}" height="{face}"/>'
@@ -337,94 +251,46 @@ def _distractor_model(task: Task, face: int) -> "mujoco.MjModel":
     return mujoco.MjModel.from_xml_string(xml, assets)
 
 
-class DMWEnv(DistractingEnv):
-    """A task of Distracting Meta-World. Use `make_env`."""
+class DCSEnv(DistractingEnv):
+    """A task of the Distracting Control Suite. Use `make_env`."""
 
-    def __init__(self, task: Task, **options: Any):
-        super().__init__(task, **options)
-        self._env = import_simulator("metaworld.env_dict").ALL_V3_ENVIRONMENTS[f"{task.name}-v3"]()
-        # As for the tasks of MT10, the state tells the goal.
-        self._env._partially_observable = False
-        del self._env.sawyer_observation_space  # a cached property: it would still clip the goal to zero
-        self._env._set_task_called = True
-        self._env.seeded_rand_vec = True
-        self._player: BackgroundPlayer | None = None
+    renderer_class = _DCSRenderer
 
-    @property
-    def model(self) -> "mujoco.MjModel":
-        """MuJoCo's model. Read it only."""
-        return self._env.model
+    def __init__(self, task: Task, max_steps: int, options: RenderOptions, split: str):
+        super().__init__(task, max_steps, options, split)
+        suite = import_simulator("dm_control.suite")
+        self._env = suite.load(*task.name.split("-"), task_kwargs={"time_limit": float("inf")})
+        self.model, self.data = self._env.physics.model.ptr, self._env.physics.data.ptr
 
-    @property
-    def data(self) -> "mujoco.MjData":
-        """MuJoCo's state. Read it only."""
-        return self._env.data
+    def _reset_physics(self, seed: np.random.SeedSequence) -> np.ndarray:
+        self._env.task._random = np.random.RandomState(np.random.MT19937(seed))
+        return _flatten(self._env.reset().observation)
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict[str, np.ndarray], dict]:
-        super().reset(seed=seed)
-        if seed is None:
-            seed = int(self.np_random.integers(2**31))
-        streams = seed_streams(seed)
-        # As Meta-World makes its own tasks: draw the positions of object and goal, then reset with these. Its reset
-        # places the objects twice, and the first state is right only if both times they stand in the same place. (That
-        # of window-close reports the handle of the closed window even so, as Meta-World's own tasks do.)
-        self._env.seed(physics_seed(seed))
-        self._env._freeze_rand_vec = False
-        self._env.reset_model()
-        self._env._freeze_rand_vec = True
-        state, _ = self._env.reset()
-        self._steps = 0
+    def _step_physics(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, dict]:
+        time_step = self._env.step(action)
+        return _flatten(time_step.observation), time_step.reward, False, {}
 
-        info: dict[str, Any] = {}
-        if self.renders and self._renderer is None:
-            self._renderer = _DMWRenderer(
-                self.model, self.data, self.task.camera, self.renders, self.masks, self._size, self._fast
-            )
-        if self._renderer is not None:
-            self._renderer.refresh()
-        if "distractor" in self.renders:
-            self._player = BackgroundPlayer(self._clips, np.random.default_rng(streams["background"]))
-            info = _background_info(self._player)
-        return self._observe(state), info
 
-    def step(self, action: np.ndarray) -> tuple[dict[str, np.ndarray], float, bool, bool, dict]:
-        state, reward, _, _, info = self._env.step(np.clip(action, -1, 1))
-        self._steps += 1
-        if self._player is not None:
-            self._player.step()
-        success = bool(info["success"])
-        truncated = self._steps >= self.max_steps
-        return self._observe(state), float(reward), success, truncated, {"success": success}
+def _flatten(observation: dict[str, Any]) -> np.ndarray:
+    """The entries in alphabetical order of their keys, as the experts expect them."""
+    return np.concatenate([np.ravel(observation[key]) for key in sorted(observation)])
 
-    def _observe(self, state: np.ndarray) -> dict[str, np.ndarray]:
-        background = self._player.frame if self._player is not None else None
-        rendered = self._renderer.render(background) if self._renderer else {}
-        return {"state": state.astype(np.float32), **rendered}
+
+# --- Distracting Meta-World ---
 
 
 class _DMWRenderer(Renderer):
-    """Renders one Meta-World state with two drawings at most: one in colour and one of segments serve both renders."""
+    """Two drawings at most, one in colour and one of segments, serve both renders."""
 
-    def __init__(
-        self,
-        model: "mujoco.MjModel",
-        data: "mujoco.MjData",
-        camera: str,
-        renders: tuple[Render, ...],
-        masks: bool,
-        size: int,
-        fast: bool,
-    ):
-        super().__init__(size, fast)
-        self._model, self._data, self._renders, self._masks = model, data, renders, masks
-        self._view = self._camera(model.camera(camera).id)
+    def __init__(self, options: RenderOptions, task: Task, model: mujoco.MjModel, data: mujoco.MjData):
+        super().__init__(options, task, model, data)
         self._scene = self._make_scene(model)
         self._contexts["color"] = self._make_context(model)
-        if masks or "distractor" in renders:
+        if options.masks or "distractor" in options.renders:
             self._contexts["mask"] = self._make_context(model, masks=True)
 
-        geom, site = int(self._mujoco.mjtObj.mjOBJ_GEOM), int(self._mujoco.mjtObj.mjOBJ_SITE)
-        robot = _subtree(model, model.body(ROBOT).id)
+        geom, site = int(mujoco.mjtObj.mjOBJ_GEOM), int(mujoco.mjtObj.mjOBJ_SITE)
+        robot = model.body_rootid == model.body(ROBOT).id
         bodies = {geom: model.geom_bodyid, site: model.site_bodyid}
         floor = (geom, model.geom("floor").id)
         # The robot's sites (coloured balls in the fingers) hide pixels of its geoms, so they count as robot. Goal
@@ -432,44 +298,60 @@ class _DMWRenderer(Renderer):
         self._is_robot = lambda kind, index: kind in bodies and bool(robot[bodies[kind][index]])
         self._is_scene = lambda kind, index: (kind, index) != floor
 
-    def refresh(self) -> None:
-        """Bring positions up to date after a reset, which moves objects without telling MuJoCo.
-
-        Leaves the physics as it is: the next step begins by computing the same.
-        """
-        self._mujoco.mj_kinematics(self._model, self._data)
-        self._mujoco.mj_camlight(self._model, self._data)
-
-    def render(self, background: np.ndarray | None) -> dict[str, np.ndarray]:
-        """Observations uint8 (H, W, 3) and masks bool (H, W) of the current state.
-
-        `background`: the clip's frame, uint8 (H, W, 3), for the distractor render. Meta-World's camera hangs upside
-        down. Its picture is turned by 180 degrees: the rows are already the other way round as OpenGL gives them.
-        """
+    def render(self) -> dict[str, np.ndarray]:
         self._gl.make_current()
-        self._update_scene(self._scene, self._model, self._data, self._view)
+        # Meta-World's camera hangs upside down. Its picture is turned by 180 degrees: the rows are already the other
+        # way round as OpenGL gives them.
+        self._update_scene(self._scene, self._model)
         color = self._draw(self._scene, self._contexts["color"])[:, ::-1].copy()
         result: dict[str, np.ndarray] = {}
         if "mask" in self._contexts:
             # Meta-World's meshes have fine cracks. With their back faces drawn too, no background shows through them.
-            cull = self._mujoco.mjtRndFlag.mjRND_CULL_FACE
-            self._scene.flags[cull] = 0
+            self._scene.flags[mujoco.mjtRndFlag.mjRND_CULL_FACE] = 0
             segments = self._draw_segments(self._scene, self._contexts["mask"])[:, ::-1]
-            self._scene.flags[cull] = 1
+            self._scene.flags[mujoco.mjtRndFlag.mjRND_CULL_FACE] = 1
             is_robot, is_scene = segment_tables(self._scene, self._is_robot, self._is_scene)
-            robot, scene = is_robot[segments], is_scene[segments]
-        for render in self._renders:
-            clean = render == "clean"
-            result[f"{render}/observation"] = color if clean else np.where(scene[..., None], color, background)
-            if self._masks:
-                result[f"{render}/mask"] = robot.copy()
+        for render in self._options.renders:
+            picture = color
+            if render == "distractor":
+                picture = np.where(is_scene[segments][..., None], color, self._player.frame)
+            result[f"{render}/observation"] = picture
+            if self._options.masks:
+                result[f"{render}/mask"] = is_robot[segments]
         return result
 
 
-def _subtree(model: "mujoco.MjModel", root: int) -> np.ndarray:
-    """bool (nbody,): the bodies of the tree below and with `root`. A parent's number is below its children's."""
-    inside = np.zeros(model.nbody, np.bool_)
-    inside[root] = True
-    for body in range(root + 1, model.nbody):
-        inside[body] = inside[model.body_parentid[body]]
-    return inside
+class DMWEnv(DistractingEnv):
+    """A task of Distracting Meta-World. Use `make_env`."""
+
+    renderer_class = _DMWRenderer
+
+    def __init__(self, task: Task, max_steps: int, options: RenderOptions, split: str):
+        super().__init__(task, max_steps, options, split)
+        self._env = import_simulator("metaworld.env_dict").ALL_V3_ENVIRONMENTS[f"{task.name}-v3"]()
+        # As for the tasks of MT10, the state tells the goal.
+        self._env._partially_observable = False
+        del self._env.sawyer_observation_space  # a cached property: it would still clip the goal to zero
+        self._env._set_task_called = True
+        self._env.seeded_rand_vec = True
+        self.model, self.data = self._env.model, self._env.data
+
+    def _reset_physics(self, seed: np.random.SeedSequence) -> np.ndarray:
+        # As Meta-World makes its own tasks: draw the positions of object and goal, then reset with these. Its reset
+        # places the objects twice, and the first state is right only if both times they stand in the same place. (That
+        # of window-close reports the handle of the closed window even so, as Meta-World's own tasks do.)
+        self._env.seed(int(seed.generate_state(1)[0]))
+        self._env._freeze_rand_vec = False
+        self._env.reset_model()
+        self._env._freeze_rand_vec = True
+        state, _ = self._env.reset()
+        # It moves objects without telling MuJoCo, so bring their positions up to date for the first frame. That leaves
+        # the physics as it is: the next step begins by computing the same.
+        mujoco.mj_kinematics(self.model, self.data)
+        mujoco.mj_camlight(self.model, self.data)
+        return state
+
+    def _step_physics(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, dict]:
+        state, reward, _, _, info = self._env.step(action)
+        success = bool(info["success"])
+        return state, reward, success, {"success": success}

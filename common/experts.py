@@ -8,9 +8,6 @@ build.
 import hashlib
 import inspect
 import json
-import os
-import urllib.error
-import urllib.request
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -20,54 +17,30 @@ from typing import Any, Literal
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load as load_tensors
 
-from common.errors import UserError
+from common.cli import UserError
 from common.rendering import import_simulator
-from common.runs import atomic_path
 from common.tasks import get_task
+
+ExpertName = Literal["student", "laom", "scripted"]
 
 EXPERT_FORMAT_VERSION = 1
 STUDENT_DIR = Path(__file__).parents[1] / "experts"
-STUDENT_METADATA = (
-    "format_version",
-    "env",
-    "teacher",
-    "teacher_sha256",
-    "weights_sha256",
-    "hidden_sizes",
-    "return_mean",
-    "return_std",
-    "teacher_return_mean",
-    "teacher_return_std",
-    "action_variance",
-    "teacher_action_variance",
-    "episodes",
-    "seed",
-    "settings",
-    "versions",
-)
+TEXT_METADATA = ("env", "teacher", "teacher_sha256", "weights_sha256")  # of a student's file; the others are JSON
 
 LAOM_URL = "https://github.com/dunnolab/laom/raw/main/scripts/data_collection/checkpoints/"
-LAOM_FILES = {  # env: (path below LAOM_URL and below --expert-dir, sha256)
-    "cheetah-run": (
-        "cheetah-run-expert/checkpoint.pt",
-        "81ed317a31222e47ac1787025419a3019df59605dddec9e9e272207f95e9d5c2",
-    ),
-    "walker-run": (
-        "walker-run-expert/checkpoint.pt",
-        "87d9e0ee59914f8226981d3824e4c13c3c0993cb01105f176c43b732ae30db8c",
-    ),
-    "hopper-hop": (
-        "hopper-hop-expert/checkpoint.pt",
-        "404da5bca5b67c160a2338258ac4119d197e385879673bd4d643e585a8bdca04",
-    ),
-    "humanoid-walk": (
-        "sac-humanoid-walk.zip",
-        "081c23ca55433d4a61735bce95dc30484b09767d254fee8c143c37a50758b286",
-    ),
+LAOM_FILES = {  # below LAOM_URL and below --expert-dir
+    "cheetah-run": "cheetah-run-expert/checkpoint.pt",
+    "walker-run": "walker-run-expert/checkpoint.pt",
+    "hopper-hop": "hopper-hop-expert/checkpoint.pt",
+    "humanoid-walk": "sac-humanoid-walk.zip",
 }
-EXPERT_ENVS = tuple(LAOM_FILES)
+LAOM_SHA256 = {
+    "cheetah-run": "81ed317a31222e47ac1787025419a3019df59605dddec9e9e272207f95e9d5c2",
+    "walker-run": "87d9e0ee59914f8226981d3824e4c13c3c0993cb01105f176c43b732ae30db8c",
+    "hopper-hop": "404da5bca5b67c160a2338258ac4119d197e385879673bd4d643e585a8bdca04",
+    "humanoid-walk": "081c23ca55433d4a61735bce95dc30484b09767d254fee8c143c37a50758b286",
+}
 
 # Products are formed for a few states at a time, so that they stay in the processor's cache.
 _CHUNK_ELEMENTS = 2**17
@@ -75,9 +48,6 @@ _CHUNK_ELEMENTS = 2**17
 
 def _relu(x: np.ndarray) -> np.ndarray:
     return np.maximum(x, 0.0)
-
-
-_ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {"relu": _relu, "tanh": np.tanh}
 
 
 def _linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
@@ -105,17 +75,16 @@ class Expert:
     """Of the file that it was read from."""
     mean: np.ndarray
     std: np.ndarray
-    """(S,) each: the network sees (state - mean) / std, clipped to +-`clip`."""
+    """(S,) each, or scalars: the network sees (state - mean) / std, clipped to +-`clip`."""
     clip: float
     layers: tuple[tuple[np.ndarray, np.ndarray], ...]
     """(weight (I, O), bias (O,)) of each linear layer."""
-    activation: Literal["relu", "tanh"]
+    activation: Callable[[np.ndarray], np.ndarray]
+    """Of the hidden layers."""
     squash: bool = False
     """True: the last layer goes through tanh."""
-    return_mean: float | None = None
-    return_std: float | None = None
-    """Over the episodes that `make_experts.py` evaluated; None for the teachers, whose files do not say."""
     metadata: dict = field(default_factory=dict)
+    """What `make_experts.py` wrote beside the weights: returns, settings, versions. Empty for the teachers."""
 
     @property
     def state_dim(self) -> int:
@@ -135,7 +104,7 @@ class Expert:
             raise ValueError(f"{self.env}: state has shape {state.shape}, expected (..., {self.state_dim})")
         x = np.clip((np.atleast_2d(state) - self.mean) / self.std, -self.clip, self.clip)
         for weight, bias in self.layers[:-1]:
-            x = _ACTIVATIONS[self.activation](_linear(x, weight, bias))
+            x = self.activation(_linear(x, weight, bias))
         x = _linear(x, *self.layers[-1])
         if self.squash:
             x = np.tanh(x)
@@ -168,9 +137,6 @@ class ScriptedExpert:
         return np.clip(actions, -1, 1).astype(np.float32).reshape(*state.shape[:-1], self.action_dim)
 
 
-ExpertName = Literal["student", "laom", "scripted"]
-
-
 def load_expert(env: str, kind: ExpertName = "student", expert_dir: Path | None = None) -> Expert | ScriptedExpert:
     """The expert policy of a task.
 
@@ -179,12 +145,9 @@ def load_expert(env: str, kind: ExpertName = "student", expert_dir: Path | None 
     Meta-World's tasks and comes with its package.
     Raises UserError if the file is missing, damaged or another one than expected, and if the download fails.
     """
-    suite = get_task(env).suite
-    if kind not in ("student", "laom", "scripted"):
-        raise UserError(f"Unknown expert {kind!r}: choose student, laom or scripted.")
-    if (kind == "scripted") != (suite == "dmw"):
-        kinds = "scripted" if suite == "dmw" else "student or laom"
-        raise UserError(f"There is no {kind} expert for {env}: choose {kinds}.")
+    kinds = ("scripted",) if get_task(env).suite == "dmw" else ("student", "laom")
+    if kind not in kinds:
+        raise UserError(f"There is no {kind} expert for {env}: choose {' or '.join(kinds)}.")
     if kind == "scripted":
         if expert_dir is not None:
             raise UserError(f"--expert-dir has no meaning for {env}: its expert is a scripted policy of Meta-World.")
@@ -218,8 +181,6 @@ def weights_sha256(tensors: dict[str, np.ndarray]) -> str:
 def student_from_tensors(env: str, tensors: dict[str, np.ndarray], metadata: dict | None = None, sha256="") -> Expert:
     """Tensors `mean`, `std`, `<i>.weight` (O, I), `<i>.bias` (O,) -> student. Raises KeyError if one is missing."""
     count = sum(name.endswith(".weight") for name in tensors)
-    layers = [(np.ascontiguousarray(tensors[f"{i}.weight"].T), tensors[f"{i}.bias"]) for i in range(count)]
-    metadata = metadata or {}
     return Expert(
         env=env,
         name="student",
@@ -227,73 +188,69 @@ def student_from_tensors(env: str, tensors: dict[str, np.ndarray], metadata: dic
         mean=tensors["mean"],
         std=tensors["std"],
         clip=10.0,
-        layers=tuple(layers),
-        activation="relu",
-        return_mean=metadata.get("return_mean"),
-        return_std=metadata.get("return_std"),
-        metadata=metadata,
+        layers=tuple((np.ascontiguousarray(tensors[f"{i}.weight"].T), tensors[f"{i}.bias"]) for i in range(count)),
+        activation=_relu,
+        metadata=metadata or {},
     )
 
 
 def _load_student(env: str, path: Path) -> Expert:
     remedy = f"`git checkout experts/{env}.safetensors` restores it, `python make_experts.py --env {env}` makes it anew"
-    if not path.is_file():
-        raise UserError(f"{path} is missing: {remedy}.")
     try:
-        content = path.read_bytes()
-        tensors = load_tensors(content)
         with safe_open(path, "numpy") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
             raw = file.metadata() or {}
-        metadata = {key: value if key in _TEXT_METADATA else json.loads(value) for key, value in raw.items()}
+        metadata = {key: value if key in TEXT_METADATA else json.loads(value) for key, value in raw.items()}
     except (OSError, SafetensorError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}): {remedy}.") from error
-    missing = [key for key in STUDENT_METADATA if key not in metadata]
-    if missing:
-        raise UserError(f"{path} lacks the metadata {', '.join(missing)}: {remedy}.")
-    if metadata["format_version"] != EXPERT_FORMAT_VERSION or metadata["env"] != env:
-        found = f"a format {metadata['format_version']} expert for {metadata['env']}"
-        raise UserError(f"{path} is {found}, not a format {EXPERT_FORMAT_VERSION} expert for {env}: {remedy}.")
-    if weights_sha256(tensors) != metadata["weights_sha256"]:
+    if (metadata.get("format_version"), metadata.get("env")) != (EXPERT_FORMAT_VERSION, env):
+        other = f"format {metadata.get('format_version')} expert for {metadata.get('env')}"
+        raise UserError(f"{path} is a {other}, not a format {EXPERT_FORMAT_VERSION} expert for {env}: {remedy}.")
+    if weights_sha256(tensors) != metadata.get("weights_sha256"):
         raise UserError(f"{path} is damaged, its weights do not match their sha256: {remedy}.")
-    return student_from_tensors(env, tensors, metadata, hashlib.sha256(content).hexdigest())
-
-
-_TEXT_METADATA = frozenset({"env", "teacher", "teacher_sha256", "weights_sha256"})
+    return student_from_tensors(env, tensors, metadata, _sha256(path))
 
 
 def _load_laom(env: str, expert_dir: Path | None) -> Expert:
-    name, expected = LAOM_FILES[env]
+    name, expected = LAOM_FILES[env], LAOM_SHA256[env]
     if expert_dir is None:
-        path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laom" / name
-        if not path.is_file() or _sha256(path) != expected:
-            _download(LAOM_URL + name, path, expected)
+        path = _download_laom(name, expected)
     else:
-        path = Path(expert_dir) / name
+        path = expert_dir / name
+        advice = f"download it from {LAOM_URL}{name}, or leave --expert-dir out"
         if not path.is_file():
-            raise UserError(f"{path} is missing: download it from {LAOM_URL}{name}, or leave --expert-dir out.")
-        found = _sha256(path)
-        if found != expected:
-            raise UserError(
-                f"{path} is not the published file (sha256 {found}, expected {expected}): "
-                f"download it again from {LAOM_URL}{name}, or leave --expert-dir out."
-            )
+            raise UserError(f"{path} is missing: {advice}.")
+        if (actual := _sha256(path)) != expected:
+            raise UserError(f"{path} is not the published file (sha256 {actual}, expected {expected}): {advice}.")
     return _read_laom(env, path, expected)
+
+
+def _download_laom(name: str, expected: str) -> Path:
+    """The file in the user's cache, downloaded if it is missing or another one; whole or not at all."""
+    import pooch
+
+    try:
+        return Path(pooch.retrieve(LAOM_URL + name, expected, fname=name, path=pooch.os_cache("laom")))
+    except (OSError, ValueError) as error:  # no network; another file than this project was made with
+        raise UserError(
+            f"{LAOM_URL}{name} cannot be downloaded ({error}): try again, use --expert-dir DIR with a copy of the LAOM "
+            "checkpoints, or use the shipped students (--expert student)."
+        ) from error
 
 
 def _read_laom(env: str, path: Path, sha256: str) -> Expert:
     import torch  # only here: workers that use a student need no torch
 
-    if path.suffix == ".zip":  # stable-baselines3 SAC; its other members hold pickles and stay unread
+    from_sac = path.suffix == ".zip"
+    if from_sac:  # stable-baselines3; its other members hold pickles and stay unread
         with zipfile.ZipFile(path) as archive, archive.open("policy.pth") as file:
             weights = torch.load(file, map_location="cpu", weights_only=True)
-        names, activation = ("actor.latent_pi.0", "actor.latent_pi.2", "actor.mu"), "relu"
-        state_dim = weights["actor.latent_pi.0.weight"].shape[1]
-        mean, std, clip = np.zeros(state_dim, np.float32), np.ones(state_dim, np.float32), np.inf
+        names = ("actor.latent_pi.0", "actor.latent_pi.2", "actor.mu")
+        mean, std = np.float32(0), np.float32(1)
     else:
         weights = torch.load(path, map_location="cpu", weights_only=True)
-        names, activation = ("actor_mean.0", "actor_mean.2", "actor_mean.4"), "tanh"
-        mean, clip = weights["obs_rms.mean"].numpy(), 10.0
-        std = np.sqrt(weights["obs_rms.var"].numpy() + np.float32(1e-8))
+        names = ("actor_mean.0", "actor_mean.2", "actor_mean.4")
+        mean, std = weights["obs_rms.mean"].numpy(), np.sqrt(weights["obs_rms.var"].numpy() + np.float32(1e-8))
     layers = [
         (np.ascontiguousarray(weights[f"{name}.weight"].numpy().T), weights[f"{name}.bias"].numpy()) for name in names
     ]
@@ -303,28 +260,12 @@ def _read_laom(env: str, path: Path, sha256: str) -> Expert:
         sha256=sha256,
         mean=mean,
         std=std,
-        clip=clip,
+        clip=np.inf if from_sac else 10.0,
         layers=tuple(layers),
-        activation=activation,
-        squash=path.suffix == ".zip",
+        activation=_relu if from_sac else np.tanh,
+        squash=from_sac,
     )
 
 
 def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _download(url: str, path: Path, expected: str) -> None:
-    """Fetches a file of a few MB; it appears at `path` only if its sha256 is the expected one. Raises UserError."""
-    local = "use --expert-dir DIR with a copy of the LAOM checkpoints, or the shipped students (--expert student)"
-    print(f"Downloading {url}")
-    try:
-        with urllib.request.urlopen(url, timeout=60) as response:
-            content = response.read()
-    except (OSError, urllib.error.URLError) as error:
-        raise UserError(f"{url} cannot be downloaded ({error}): try again, {local}.") from error
-    found = hashlib.sha256(content).hexdigest()
-    if found != expected:
-        raise UserError(f"{url} is not the file that this project was made with (sha256 {found}): {local}.")
-    with atomic_path(path) as temporary:
-        temporary.write_bytes(content)

@@ -4,7 +4,7 @@ import difflib
 from dataclasses import dataclass
 from typing import Literal
 
-from common.errors import UserError
+from common.cli import UserError
 
 
 @dataclass(frozen=True)

@@ -1,3 +1,6 @@
+"""Background clips, the download of DAVIS, and the walks of camera and colours."""
+
+import functools
 import http.server
 import threading
 import zipfile
@@ -8,6 +11,7 @@ import numpy as np
 import pytest
 
 from common import distractors
+from common.cli import UserError
 from common.distractors import (
     BackgroundPlayer,
     CameraWalk,
@@ -17,17 +21,20 @@ from common.distractors import (
     load_clips,
     synthetic_clip,
 )
-from common.errors import UserError
 from common.tasks import get_task
 
 DCS, DMW = get_task("cheetah-run"), get_task("reach")
 
 
-def write_clip(folder: Path, colors: list[int], size: tuple[int, int] = (40, 60)) -> None:
+def names(config: DistractorConfig, task=DMW, split: str = "train") -> list[str]:
+    return [clip.name for clip in load_clips(config, task, split)]
+
+
+def write_clip(folder: Path, colors: list[int]) -> None:
     """A folder of frames of one gray level each."""
     folder.mkdir(parents=True)
     for index, color in enumerate(colors):
-        iio.imwrite(folder / f"{index:05d}.png", np.full((*size, 3), color, np.uint8))
+        iio.imwrite(folder / f"{index:05d}.png", np.full((40, 60, 3), color, np.uint8))
 
 
 def write_davis(folder: Path, train: list[str], val: list[str], listed_only: tuple[str, ...] = ()) -> None:
@@ -38,50 +45,25 @@ def write_davis(folder: Path, train: list[str], val: list[str], listed_only: tup
         write_clip(folder / "JPEGImages" / "480p" / name, [10, 20])
 
 
-@pytest.fixture
-def server(tmp_path):
-    """Serves the folder `served` of the test's folder; gives its URL."""
-    (tmp_path / "served").mkdir()
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        cut = 0
-
-        def __init__(self, *args):
-            super().__init__(*args, directory=tmp_path / "served")
-
-        def log_message(self, *args):
-            pass
-
-        def copyfile(self, source, outputfile):
-            data = source.read()
-            outputfile.write(data[: len(data) - self.cut])
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
-        threading.Thread(target=running.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{running.server_port}", Handler
-        running.shutdown()
-
-
 # --- clips ---
 
 
 def test_davis_clips_are_those_of_the_split_in_sorted_order(tmp_path):
     write_davis(tmp_path / "DAVIS", ["f", "b", "a", "d", "c", "e"], ["v2", "v1"], listed_only=("absent",))
     config = DistractorConfig(davis_dir=tmp_path / "DAVIS")
-    assert [clip.name for clip in load_clips(config, DCS, "train")] == ["a", "b", "c", "d"]  # DCS easy: the first four
-    assert [clip.name for clip in load_clips(config, DMW, "train")] == ["a", "b", "c", "d", "e", "f"]
-    assert [clip.name for clip in load_clips(config, DCS, "test")] == ["v1", "v2"]
-    two = DistractorConfig(davis_dir=tmp_path / "DAVIS", num_videos=2)
-    assert [clip.name for clip in load_clips(two, DMW, "train")] == ["a", "b"]
+    assert names(config, DCS) == ["a", "b", "c", "d"]  # DCS easy: the first four
+    assert names(config) == ["a", "b", "c", "d", "e", "f"]
+    assert names(config, split="test") == ["v1", "v2"]
+    assert names(DistractorConfig(davis_dir=tmp_path / "DAVIS", num_videos=2)) == ["a", "b"]
     with pytest.raises(UserError, match=r"num-videos is 9.* 6 clips in the train split"):
-        load_clips(DistractorConfig(davis_dir=tmp_path / "DAVIS", num_videos=9), DMW, "train")
+        names(DistractorConfig(davis_dir=tmp_path / "DAVIS", num_videos=9))
     assert load_clips(config, DCS, "train")[0] is load_clips(config, DCS, "train")[0]  # decoded once per process
 
 
 def test_davis_without_any_listed_clip_is_an_error(tmp_path):
     write_davis(tmp_path / "DAVIS", [], ["v"], listed_only=("absent",))
     with pytest.raises(UserError, match=r"train\.txt.*--backgrounds synthetic"):
-        load_clips(DistractorConfig(davis_dir=tmp_path / "DAVIS"), DCS, "train")
+        names(DistractorConfig(davis_dir=tmp_path / "DAVIS"))
 
 
 def test_frames_are_centre_cropped_and_mirrored_for_the_skybox(tmp_path):
@@ -98,25 +80,30 @@ def test_frames_are_centre_cropped_and_mirrored_for_the_skybox(tmp_path):
     assert face[0, 80, 120].tolist() == [200, 0, 0] and face[0, 80, 20].tolist() == [0, 0, 0]
 
 
-def test_folder_of_clips_takes_images_and_videos_and_splits_them(tmp_path):
-    for index in range(4):
-        write_clip(tmp_path / f"clip{index}", [60 * index])
-    iio.imwrite(tmp_path / "movie.mp4", np.full((5, 64, 64, 3), 99, np.uint8), fps=10)
+def test_folder_of_clips_takes_images_and_videos_in_natural_order(tmp_path):
+    for index in (10, 9, 2):
+        write_clip(tmp_path / f"clip{index}", [60])
+    iio.imwrite(tmp_path / "movie.MP4", np.full((5, 64, 64, 3), 99, np.uint8), fps=10, extension=".mp4")
+    write_clip(tmp_path / "numbers", [])
+    for index in (10, 9, 1):
+        iio.imwrite(tmp_path / "numbers" / f"{index}.PNG", np.full((8, 8, 3), index, np.uint8), extension=".png")
     (tmp_path / "empty").mkdir()
-    config = DistractorConfig(backgrounds=str(tmp_path), num_videos=None)
-    train, test = (load_clips(config, DMW, split) for split in ("train", "test"))
-    assert [clip.name for clip in train] == ["clip0", "clip1", "clip2", "clip3"]
-    assert [clip.name for clip in test] == ["movie.mp4"]
-    assert test[0].frames.shape == (5, 128, 128, 3)
-    assert abs(test[0].frames.astype(int) - 99).max() < 5
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "._movie.MP4").write_bytes(b"what macOS leaves")
+    (tmp_path / "numbers" / "._1.PNG").write_bytes(b"what macOS leaves")
+    config = DistractorConfig(backgrounds=str(tmp_path))
+    assert names(config) == ["clip2", "clip9", "clip10", "movie.MP4"] and names(config, split="test") == ["numbers"]
+    movie = load_clips(config, DMW, "train")[-1].frames
+    assert movie.shape == (5, 128, 128, 3) and abs(movie.astype(int) - 99).max() < 5
+    assert load_clips(config, DMW, "test")[0].frames[:, 0, 0, 0].tolist() == [1, 9, 10]
 
 
 def test_folder_errors_name_the_folder(tmp_path):
     with pytest.raises(UserError, match=r"nowhere.*neither 'davis' nor 'synthetic'"):
-        load_clips(DistractorConfig(backgrounds=str(tmp_path / "nowhere")), DCS, "train")
+        names(DistractorConfig(backgrounds=str(tmp_path / "nowhere")))
     write_clip(tmp_path / "only", [1])
     with pytest.raises(UserError, match="has 1 clips"):
-        load_clips(DistractorConfig(backgrounds=str(tmp_path)), DCS, "train")
+        names(DistractorConfig(backgrounds=str(tmp_path)))
     write_clip(tmp_path / "second", [1])
     (tmp_path / "only" / "00000.png").write_bytes(b"not a picture")
     with pytest.raises(UserError, match=r"only.00000\.png"):
@@ -133,48 +120,59 @@ def test_synthetic_clips_differ_within_and_between_splits():
             assert abs(one.astype(int) - other).mean() > 20
     assert np.array_equal(clips[0], synthetic_clip("train", 0, 48, 12))
     config = DistractorConfig(backgrounds="synthetic")
-    train, test = ({clip.name for clip in load_clips(config, DMW, split)} for split in ("train", "test"))
-    assert train and test and not train & test
+    assert not {*names(config)} & {*names(config, split="test")}
 
 
 # --- download ---
 
 
-def test_missing_davis_without_network_names_the_way_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(distractors, "DAVIS_URL", "http://127.0.0.1:9/davis.zip")
-    with pytest.raises(UserError, match="--backgrounds synthetic"):
-        load_clips(DistractorConfig(davis_dir=tmp_path / "data" / "DAVIS"), DCS, "train")
-    assert not (tmp_path / "data" / "DAVIS").exists()
+class Handler(http.server.SimpleHTTPRequestHandler):
+    cut = 0  # bytes that are missing at the end
+
+    def log_message(self, *args):
+        pass
+
+    def copyfile(self, source, outputfile):
+        data = source.read()
+        outputfile.write(data[: len(data) - self.cut])
 
 
-def test_davis_is_downloaded_whole_or_not_at_all(tmp_path, monkeypatch, server):
-    url, handler = server
+def test_davis_is_downloaded_whole_or_not_at_all(tmp_path, monkeypatch):
+    for variable in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(variable, "127.0.0.1")
     write_davis(tmp_path / "source" / "DAVIS", ["a"], ["v"])
-    archive = tmp_path / "served" / "davis.zip"
+    archive = tmp_path / "davis.zip"
     with zipfile.ZipFile(archive, "w") as file:
         for path in sorted((tmp_path / "source").rglob("*.*")):
             file.write(path, path.relative_to(tmp_path / "source"))
         file.writestr("DAVIS/Annotations/480p/a/00000.png", b"unused")
-    monkeypatch.setattr(distractors, "DAVIS_URL", f"{url}/davis.zip")
     davis = tmp_path / "data" / "DAVIS"
-    config = DistractorConfig(davis_dir=davis)
+    config, way_out = DistractorConfig(davis_dir=davis), f"{davis} is missing.*--backgrounds synthetic"
 
-    handler.cut = 10
-    with pytest.raises(UserError, match="DAVIS"):
-        load_clips(config, DCS, "train")
-    handler.cut = 0
-    intact = archive.read_bytes()
-    damaged = bytearray(intact)
-    damaged[intact.index(b"IDAT") + 6] ^= 1
-    archive.write_bytes(damaged)
-    with pytest.raises(UserError, match="damaged"):
-        load_clips(config, DCS, "train")
-    assert not davis.exists()
+    monkeypatch.setattr(distractors, "DAVIS_URL", "http://127.0.0.1:9/davis.zip")
+    with pytest.raises(UserError, match=way_out):  # without a network
+        names(config)
+    handler = functools.partial(Handler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(distractors, "DAVIS_URL", f"http://127.0.0.1:{server.server_port}/davis.zip")
+        monkeypatch.setattr(Handler, "cut", 10)
+        with pytest.raises(UserError, match=way_out):
+            names(config)
+        monkeypatch.setattr(Handler, "cut", 0)
+        intact = archive.read_bytes()
+        damaged = bytearray(intact)
+        damaged[intact.index(b"IDAT") + 6] ^= 1
+        archive.write_bytes(damaged)
+        with pytest.raises(UserError, match=way_out):
+            names(config)
+        assert not list(davis.parent.iterdir())
 
-    archive.write_bytes(intact)
-    assert [clip.name for clip in load_clips(config, DCS, "train")] == ["a"]
-    assert not (davis / "Annotations").exists()
-    assert [path.name for path in davis.parent.iterdir() if not path.name.endswith(".part")] == ["DAVIS"]
+        archive.write_bytes(intact)
+        (davis.parent / ".DAVIS.part" / "DAVIS" / "JPEGImages").mkdir(parents=True)  # what a killed process left
+        assert names(config) == ["a"] and not (davis / "Annotations").exists()
+        server.shutdown()
+    assert list(davis.parent.iterdir()) == [davis]
 
 
 # --- walks ---
