@@ -4,6 +4,9 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 QUICK := --env cheetah-run --quick --data-dir data/quickstart
 
+# Threads that wait for their turn in a loop would slow down whatever else runs on the machine, and be slowed down by it.
+export OMP_WAIT_POLICY = passive
+
 .PHONY: quickstart test lint clean
 
 $(INSTALLED): requirements.txt requirements-sam.txt

@@ -383,7 +383,6 @@ def main(args: Args) -> None:
         return
 
     torch.manual_seed(args.seed)
-    torch.set_float32_matmul_precision("high")
     size, action_dim = train_set.image_size, train_set.action_dim
     policy = Encoder(3 * 3, args.policy_scale, size, args.latent_dim)
     decoder = ActionDecoder(args.latent_dim, args.decoder_dim, action_dim)

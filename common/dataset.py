@@ -351,6 +351,9 @@ class Dataset:
             self._resident[name, device] = whole
         return self._resident[name, device]
 
+    def resident_bytes(self, device: torch.device) -> int:
+        return sum(tensor.nbytes for (_, where), tensor in self._resident.items() if where == device)
+
     def is_resident(self, fields: tuple[str, ...], device: torch.device) -> bool:
         return all((name, device) in self._resident for name in fields)
 
@@ -555,6 +558,11 @@ class Sampler:
         self._prefetch: _Prefetch = _Prefetch(self._load, start, None, self.device)
 
     @property
+    def data_bytes(self) -> int:
+        """What the set takes in the device's memory."""
+        return self.dataset.resident_bytes(self.device)
+
+    @property
     def position(self) -> int:
         """Batches consumed so far."""
         return self._prefetch.position
@@ -621,6 +629,10 @@ class LabelledSampler:
         self.labelled = Sampler(dataset, size, seed=seed + 2**31, indices=labelled, **options)
         self.batch_size, self.batches_per_epoch = batch_size, self.sampler.batches_per_epoch
 
+    @property
+    def data_bytes(self) -> int:
+        return self.sampler.data_bytes
+
     def episodes(self, position: int) -> list[int]:
         """The episodes that both batches at a position are drawn from."""
         return sorted({*self.sampler.episodes(position), *self.labelled.episodes(position)})
@@ -648,6 +660,7 @@ class TensorSampler:
     def __init__(self, tensors: dict[str, torch.Tensor], batch_size: int, *, seed: int, episode: np.ndarray):
         self.tensors, self.seed, self.episode, self.position = tensors, seed, episode, 0
         self.rows = len(next(iter(tensors.values())))
+        self.data_bytes = sum(tensor.nbytes for tensor in tensors.values())
         self.batch_size = min(batch_size, self.rows)
         self.batches_per_epoch = self.rows // self.batch_size
         self._order: tuple[int, torch.Tensor] = (-1, torch.empty(0))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from common.cli import Progress
-from common.runs import Run, peak_memory_gib
+from common.runs import Run, peak_memory_gib, reset_peak_memory
 
 
 class Meter:
@@ -29,6 +29,7 @@ class Meter:
         self.saved = self.last_step = self.step = step
         self.last_time = time.monotonic()
         self._start = self.last_time - seconds
+        reset_peak_memory(next(model.parameters()).device)
         self._sums: dict[str, Tensor] = {}
         # The first update since the last look whose loss was not finite; -1: none.
         self._first_bad = torch.full((), -1, device=next(model.parameters()).device)
@@ -65,13 +66,14 @@ class Meter:
         return time.monotonic() - self._start
 
     def cost(self) -> dict[str, float]:
-        """What the whole stage took: seconds, updates, samples/s and peak memory."""
+        """What the whole stage took: seconds, updates, samples/s, peak memory, and the data's part of that."""
         seconds = self.seconds()
         return {
             "seconds": seconds,
             "updates": self.step,
             "samples_per_s": self.step * self.sampler.batch_size / seconds,
             "peak_memory_gib": peak_memory_gib(self._first_bad.device),
+            "data_memory_gib": self.sampler.data_bytes / 2**30,
         }
 
 
