@@ -7,7 +7,7 @@ sees o_t and o_{t+k}, k uniform in {1..10} (k = 1 after training). What moves ou
     python masklam.py --env cheetah-run --mask-source sam
 
 The paper's NMSE on cheetah-run: 0.09 clean, 0.12 under distractors; 11.1 hours for all stages on an A100.
---no-loss-mask --no-mask-channel --max-offset 1 is LAPO; --input-mask --no-loss-mask masks the input instead.
+--no-loss-mask --no-mask-channel --max-offset 1 is LAPO; --input-mask masks frames and targets instead of the loss.
 """
 # --- end method ---
 
@@ -107,7 +107,7 @@ class Args:
     mask_channel: bool = True
     """give IDM and FDM the mask as a fourth channel of every frame"""
     input_mask: bool = False
-    """gray out everything but the agent, in what IDM and FDM see and in the target"""
+    """gray out all but the agent in inputs and target; implies --no-loss-mask --no-mask-channel"""
     max_offset: Count = 10
     """largest k of the frame o_{t+k} that the IDM sees during training"""
     mask_norm: Literal["sample", "batch"] = "sample"
@@ -116,6 +116,11 @@ class Args:
     """grow (1 to 3) or shrink (-1 to -3) the masks by that many pixels, with a square element"""
     occlusion: Annotated[float, Range(0, 0.75)] = 0.0
     """area of a gray rectangle over the agent, as a share of its bounding box (0 to 0.75), one per window"""
+
+    def __post_init__(self) -> None:
+        if self.input_mask:  # the mask is in the frames already
+            self.loss_mask = self.mask_channel = False
+
     # --- end method ---
     data_dir: Path = Path("data")
     """folder of the datasets that make_dataset.py wrote"""

@@ -74,7 +74,7 @@ ABLATIONS = {
     "w/o all masking": Method("masklam", ("--no-loss-mask", "--no-mask-channel")),
     "w/ k=1": Method("masklam", ("--max-offset", "1")),
     "w/o all masking, k=1 (LAPO)": Method("masklam", ("--no-loss-mask", "--no-mask-channel", "--max-offset", "1")),
-    "w/ input masking": Method("masklam", ("--input-mask", "--no-loss-mask")),
+    "w/ input masking": Method("masklam", ("--input-mask",)),
 }
 RENDERS: dict[str, tuple[str, ...]] = {"distractor": (), "vanilla": ("--no-distractors",)}
 DCS = [task.name for task in TASKS.values() if task.suite == "dcs"]
@@ -106,6 +106,8 @@ class Cell:
     value_flags: tuple[str, ...] = ()
     label_budgets: tuple[str, ...] = ()
     """numbers of labels for decoders besides the usual one; none: only that one"""
+    stages: str = "all"
+    """lam: the experiment needs the latent action model's NMSE alone"""
 
     def words(self, further: Sequence[str] = ()) -> tuple[str, ...]:
         """The command line without seed and folders. `further` flags give way to the experiment's own."""
@@ -115,6 +117,7 @@ class Cell:
             usual = parse(self.method.script, words)[0].num_labels
             budgets = parse(self.method.script, (*words, "--num-labels", *self.label_budgets))[0].num_labels
             words += ("--num-labels", *(str(count) for count in sorted({*budgets, *usual})))
+        words += ("--stages", "lam") if self.stages == "lam" else ()
         return words
 
     @property
@@ -138,6 +141,7 @@ class Experiment:
     values: tuple[Any, ...] = ()
     quick_values: tuple[Any, ...] = ()
     """if --quick needs others"""
+    stages: str = "all"
 
     def cells(
         self, envs: Sequence[str] = (), quick: bool = False, values: Sequence[Any] = (), rows: Rows | None = None
@@ -153,7 +157,7 @@ class Experiment:
         else:
             conditions = {name: RENDERS[name] for name in values} or {"": ()}
         return [
-            Cell(row, value, env, quick, method, flags, budgets)
+            Cell(row, value, env, quick, method, flags, budgets, self.stages)
             for env in envs or self.envs
             for value, flags in conditions.items()
             for row, method in (rows or self.rows).items()
@@ -165,10 +169,16 @@ QUICK_BUDGETS = (500, 1000, 2000, 4000, 5000)  # Meta-World's quick data has 600
 EXPERIMENTS = {
     "main-table": Experiment("all methods, clean and with distractors", [*DCS, *DMW], METHODS, values=tuple(RENDERS)),
     "label-budget": Experiment("score against labels", [*DCS, *DMW], METHODS, "--num-labels", BUDGETS, QUICK_BUDGETS),
-    "latent-dim": Experiment("NMSE against d_z", DCS, LOSSES, "--latent-dim", (32, 64, 128, 256, 512, 1024)),
-    "occlusion": Experiment("NMSE against the agent's occlusion", DCS, LOSSES, "--occlusion", (0.0, 0.25, 0.5, 0.75)),
-    "mask-dilation": Experiment("NMSE against grown masks", DMW, GROWN, "--mask-dilation", (-3, -2, -1, 0, 1, 2, 3)),
-    "ablations": Experiment("MaskLAM without each of its parts", [*DCS, *DMW], ABLATIONS),
+    "latent-dim": Experiment(
+        "NMSE against d_z", DCS, LOSSES, "--latent-dim", (32, 64, 128, 256, 512, 1024), stages="lam"
+    ),
+    "occlusion": Experiment(
+        "NMSE against the agent's occlusion", DCS, LOSSES, "--occlusion", (0.0, 0.25, 0.5, 0.75), stages="lam"
+    ),
+    "mask-dilation": Experiment(
+        "NMSE against grown masks", DMW, GROWN, "--mask-dilation", (-3, -2, -1, 0, 1, 2, 3), stages="lam"
+    ),
+    "ablations": Experiment("MaskLAM without each of its parts", [*DCS, *DMW], ABLATIONS, stages="lam"),
 }
 
 
@@ -266,12 +276,7 @@ class Planned:
     run_dir: Path
 
     def finished(self) -> bool:
-        """True if the result is there, with a decoder for each number of labels."""
-        path = self.run_dir / "result.json"
-        if not path.exists():
-            return False
-        budgets = {decoder["num_labels"] for decoder in json.loads(path.read_text()).get("decoders", [])}
-        return budgets >= set(self.args.num_labels)
+        return runs.is_finished(self.run_dir, self.args)
 
 
 def planned_run(cell: Cell, seed: int, args: Args) -> Planned:
@@ -310,7 +315,8 @@ def plan(args: Args) -> list[Planned]:
         for cell in EXPERIMENTS[name].cells(args.env, args.quick, args.values, rows):
             key = (cell.method.script, cell.env, cell.variant)
             same = cells.get(key, cell)
-            cells[key] = replace(same, label_budgets=(*same.label_budgets, *cell.label_budgets))
+            stages = "all" if "all" in (same.stages, cell.stages) else "lam"
+            cells[key] = replace(same, label_budgets=(*same.label_budgets, *cell.label_budgets), stages=stages)
     check_set(args.set, {cell.method.script for cell in cells.values()})
     return [planned_run(cell, seed, args) for cell in cells.values() for seed in range(1, args.seeds + 1)]
 

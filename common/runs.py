@@ -165,6 +165,18 @@ def jsonable(args: Any) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(args), default=str))
 
 
+def is_finished(run_dir: Path, args: Any) -> bool:
+    """Whether a run's result is there, for the stages and all label budgets that a script's arguments ask for."""
+    path = run_dir / "result.json"
+    if not path.exists():
+        return False
+    try:
+        decoders = json.loads(path.read_text(encoding="utf-8"))["decoders"]
+    except (json.JSONDecodeError, KeyError):
+        raise UserError(f"{path} is damaged; remove it and rerun the command to make it again") from None
+    return args.stages == "lam" or {decoder["num_labels"] for decoder in decoders} >= set(args.num_labels)
+
+
 class Run:
     """The directory of one run: refuses other arguments, keeps metrics and checkpoints, resumes.
 
@@ -222,15 +234,7 @@ class Run:
         return run
 
     def is_finished(self) -> bool:
-        """Whether the result is there, for the stages and all label budgets that are asked for."""
-        path = self.dir / "result.json"
-        if not path.exists():
-            return False
-        try:
-            decoders = json.loads(path.read_text(encoding="utf-8"))["decoders"]
-        except (json.JSONDecodeError, KeyError):
-            raise UserError(f"{path} is damaged; remove it and rerun the command to make it again") from None
-        return self.args.stages == "lam" or {decoder["num_labels"] for decoder in decoders} >= set(self.args.num_labels)
+        return is_finished(self.dir, self.args)
 
     def _check_args(self) -> None:
         path = self.dir / "args.json"
