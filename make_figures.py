@@ -32,7 +32,7 @@ from common.cli import Count, Stopped, UserError, cli, stop_requested
 from common.dataset import Batch, Dataset, normalise, sequential
 from common.masks import dilate, unpack_masks
 from common.report import Cell, Entry, Item, Run, Stat, Table, average, number
-from common.tasks import get_task
+from common.tasks import TASKS, get_task
 
 SUITES = {"dcs": reproduce.DCS, "dmw": reproduce.DMW}
 NAMES = {"dcs": "Distracting Control Suite", "dmw": "Distracting Meta-World"}
@@ -316,6 +316,41 @@ def cost_table(context: Context) -> Item:
     item.missing = "" if table.rows else "No finished runs of the main table."
     table.write(context.out, "cost")
     return item
+
+
+def compute_table(context: Context) -> Item:
+    """Hours of all finished runs of each method script: every seed, task, ablation and sweep."""
+    table = Table("Total hours of all finished runs", ["script", "runs", "hours on a GPU", "hours on a CPU"])
+    for script, members in itertools.groupby(
+        sorted(context.finished, key=lambda run: run.script), lambda run: run.script
+    ):
+        results = [run.result for run in members]
+        hours = {True: 0.0, False: 0.0}
+        for result in results:
+            hours[result["machine"].get("gpu") is not None] += sum(result["seconds"].values()) / 3600
+        texts = [script, str(len(results)), f"{hours[True]:.1f}", f"{hours[False]:.1f}"]
+        table.rows.append([Entry(text) for text in texts])
+    table.caption = "What a run took from another one, such as its untrained control, counts where it was computed."
+    table.write(context.out, "compute")
+    return Item("compute", table.title, "Tables", context.command("all"), table=table)
+
+
+def expert_table(context: Context) -> Item:
+    """Return or success rate and action variance of the experts behind the data of these runs, beside the paper's."""
+    head = ["task", "expert", "score", "paper's score", "action variance", "paper's variance"]
+    table = Table("Experts", head, caption="Score: mean return, on Meta-World the success rate, of the train split.")
+    experts = {(run.env, run.args["train_hash"]): run.result["dataset"]["train"] for run in context.finished}
+    for (env, _), data in sorted(experts.items(), key=lambda item: list(TASKS).index(item[0][0])):
+        task, plan = get_task(env), data["plan"]
+        score = data["mean_return"] if data["success_rate"] is None else data["success_rate"]
+        texts = [env, plan["expert"], f"{score:.3f}", f"{task.expert_score}"]
+        texts += [f"{data['action_variance']:.4f}", f"{task.action_variance}"]
+        short = plan["episode_length"] < task.max_steps
+        notes = [f"episodes of at most {plan['episode_length']} steps, the task has {task.max_steps}"] if short else []
+        table.rows.append([Entry(text) for text in texts])
+        table.rows[-1][2].notes = notes
+    table.write(context.out, "experts")
+    return Item("experts", table.title, "Tables", "python make_dataset.py --env all", table=table)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -666,21 +701,50 @@ def sam_figure(context: Context) -> Item:
     return item
 
 
+def environment_figure(context: Context) -> Item:
+    """A held-out frame of every task that has data: clean, with distractors, and the agent's mask."""
+    item = Item("environments", "Environments", "Masks", "python make_dataset.py --env all")
+    item.text = "From the left: the clean render, the same state with distractors, and the agent's mask there."
+    rows: dict[str, np.ndarray] = {}
+    for env in context.envs:
+        try:
+            there = context.some_test_set(env, "gt")
+            sets = [Dataset(there.data_dir, env, "test", render) for render in ("clean", "distractor")]
+        except UserError as error:
+            item.missing += f"{env}: {error}. "
+            continue
+        index, size = np.array([min(20, there.episode_start[1] - 1)]), there.image_size
+        mask = unpack_masks(torch.from_numpy(sets[1].masks(index)), size, size)
+        mask = (255 * mask.movedim(1, -1).expand(-1, -1, -1, 3)).byte().numpy()
+        rows[env] = np.concatenate([*(dataset.frames(index) for dataset in sets), mask])
+    if rows:
+        item.pictures = [pictures.rows(context.out / "environments.png", rows)]
+    return item
+
+
 def dilation_figure(context: Context, env: str) -> Item:
     """A frame and its mask, grown and shrunk by 0 to 3 pixels as MaskLAM does."""
     item = Item(f"mask_dilation_masks_{env}", f"Grown and shrunk masks, {env}", "Masks", "python make_figures.py")
     item.text = "o(t), then its mask, grown (above) or shrunk by 0, 1, 2, 3 pixels."
     try:
-        batch = strip_batch(context.some_test_set(env, "gt"), 1)
+        dataset = context.some_test_set(env, "gt")
     except UserError as error:
         item.missing = str(error)
         return item
+    batch = strip_batch(dataset, 1)
     frame = normalise(batch.frames)[:, 2]
     mask = unpack_masks(batch.masks, *frame.shape[-2:])[:, 2:3]
     rows = {}
     for label, sign in (("dilation", 1), ("erosion", -1)):
         masks = [dilate(mask, sign * pixels)[:, 0].expand(-1, 3, -1, -1) - 0.5 for pixels in range(4)]
         rows[label] = torch.cat([frame, *masks])
+    index = dataset.transitions[:: max(1, dataset.num_transitions // 200)]
+    truth = unpack_masks(torch.from_numpy(dataset.masks(index))[:, None], *frame.shape[-2:])
+    item.text += " mIoU with the true masks over held-out frames:"
+    for pixels in reproduce.EXPERIMENTS["mask-dilation"].values:
+        changed = dilate(truth, pixels) if pixels else truth
+        shared, either = (truth * changed).sum((1, 2, 3, 4)), torch.maximum(truth, changed).sum((1, 2, 3, 4))
+        item.text += f" {pixels:+d}: {(shared / either.clamp(min=1)).mean():.3f};"
     item.pictures = [pictures.rows(context.out / f"{item.name}.png", rows)]
     return item
 
@@ -746,13 +810,15 @@ def main(args: Args) -> None:
     usual = [env for env in ("cheetah-run", "push") if env in context.envs] or context.envs[:1]
     envs = [get_task(env).name for env in args.env] or usual
     steps: list[functools.partial] = [
-        functools.partial(step, context) for step in (score_tables, interval_figure, cost_table)
+        functools.partial(step, context)
+        for step in (score_tables, interval_figure, cost_table, compute_table, expert_table)
     ]
     steps += [functools.partial(experiment_figure, context, name) for name in list(reproduce.EXPERIMENTS)[1:]]
     for step, env in itertools.product((umap_figure, strip_figures, own_pictures, dilation_figure), envs):
         steps.append(functools.partial(step, context, env))
     items: list[Item] = []
-    for step in [*steps, functools.partial(sam_figure, context)]:
+    steps += [functools.partial(step, context) for step in (environment_figure, sam_figure)]
+    for step in steps:
         if stop_requested():
             raise Stopped("what is drawn stays; rerun the same command to draw everything again")
         print(" ".join([step.func.__name__.replace("_", " "), *step.args[1:]]), flush=True)

@@ -64,7 +64,9 @@ def write_run(
             "machine": {"cpu": "a CPU", "gpu": None},
         }
         result |= {"stages": {"lam": {"seconds": 3600.0, "samples_per_s": 80.0}}}
-        result["dataset"] = {"train": {"plan": {"image_size": 32}}}
+        plan = {"image_size": 32, "expert": "laom", "episode_length": 250}
+        data = {"plan": plan, "mean_return": 123.5, "success_rate": None, "action_variance": 0.625}
+        result["dataset"] = {"train": data}
         result["decoders"] = [{"num_labels": n, "normalised_paper": x} for n, x in (decoders or {}).items()]
         (directory / "result.json").write_text(json.dumps(result))
     return directory
@@ -484,3 +486,18 @@ def test_compare_prints_a_small_table(tmp_path: Path, capsys) -> None:
     unfinished = write_run(tmp_path, "lapo", "cheetah-run", 3, None)
     with pytest.raises(UserError, match="is not finished: rerun its command"):
         make_figures.main(make_figures.Args(compare=[unfinished]))
+
+
+def test_hours_of_all_runs_and_experts(tmp_path: Path) -> None:
+    """Two runs of 1.6275 hours each, one of them a sweep's; the data's expert beside the paper's."""
+    write_run(tmp_path, "masklam", "cheetah-run", 1)
+    write_run(tmp_path, "masklam", "cheetah-run", 1, latent_dim=32)
+    write_run(tmp_path, "lapo", "cheetah-run", 1)
+    made = context(tmp_path)
+    rows = [[entry.text for entry in row] for row in make_figures.compute_table(made).table.rows]
+    assert rows == [["lapo", "1", "0.0", "1.6"], ["masklam", "2", "0.0", "3.3"]]
+    experts = make_figures.expert_table(made).table
+    assert [entry.text for entry in experts.rows[0]] == [
+        "cheetah-run", "laom", "123.500", "837.67", "0.6250", "0.6787"
+    ]  # fmt: skip
+    assert experts.rows[0][2].notes == ["episodes of at most 250 steps, the task has 1000"]
