@@ -312,18 +312,22 @@ def fill(paths: Callable[[], Iterable[Path]], is_missing: Callable[[Path], bool]
                 continue
             if stop_requested():
                 raise Stopped(f"the complete files in {path.parent} stay")
-            if is_missing(path):
-                try:
-                    with claim(path):
-                        if is_missing(path):  # else another process was faster
-                            make(path)
-                except Taken:
-                    taken.append(path)
-                    continue
+            if not is_missing(path):
+                complete.add(path)
+                continue
+            try:
+                with claim(path):
+                    if is_missing(path):  # else another process was faster
+                        make(path)
+            except Taken:
+                taken.append(path)
+                continue
             complete.add(path)
-        if not taken:
-            return
-        if len(taken) != waiting_for:
-            waiting_for = len(taken)
-            print(f"waiting for another process that makes {waiting_for} files in {taken[0].parent}", flush=True)
-        time.sleep(POLL_SECONDS)  # that process may be killed, so look again
+            break  # what other processes made meanwhile decides which paths are left
+        else:
+            if not taken:
+                return
+            if len(taken) != waiting_for:
+                waiting_for = len(taken)
+                print(f"waiting for another process that makes {waiting_for} files in {taken[0].parent}", flush=True)
+            time.sleep(POLL_SECONDS)  # that process may be killed, so look again

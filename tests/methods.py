@@ -152,7 +152,19 @@ def lam_training(
         if script == "laom_labels":
             model.move_target(args.target_rate)
 
-    stage = (run, args, "lam", model, module.lam_loss, sampler, updates, args.lam_lr, args.lam_clip, probe, after_update)
+    stage = (
+        run,
+        args,
+        "lam",
+        model,
+        module.lam_loss,
+        sampler,
+        updates,
+        args.lam_lr,
+        args.lam_clip,
+        probe,
+        after_update,
+    )
     module.train(*stage)
     sampler.close()
     run.close()
