@@ -8,6 +8,7 @@ What a shard holds depends on the arguments and its number alone, never on how m
 default without --quick) takes about 260 GB for a task of the Control Suite, 110 GB for one of Meta-World.
 """
 
+import contextlib
 import itertools
 import math
 import multiprocessing
@@ -17,21 +18,25 @@ import shutil
 import signal
 import sys
 import time
-import traceback
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import tyro
 
 from common import store
-from common.cli import Count, NotNegative, Progress, Seed, Stopped, UserError, cli, stop_requested
+from common.cli import Count, NotNegative, Progress, Seed, Stopped, UserError, cli, env_and_quick, stop_requested
+from common.distractors import DistractorConfig, clips_digest
 from common.experts import default_expert, load_expert
 from common.runs import versions
 from common.shards import frame_bytes, frame_schema, read_shard, shard_paths, write_shard
 from common.tasks import TASKS, get_task
+
+if TYPE_CHECKING:  # torch comes with it, which no worker needs
+    from common.dataset import Dataset
 
 EnvName = Literal[(*TASKS, "all")]
 SPLITS = ("train", "test")
@@ -102,37 +107,22 @@ RUNTIME_FIELDS = {"data_dir", "workers", "split", "verify", "preview"}  # they d
 PATH_FIELDS = {"expert_dir", "davis_dir"}
 
 
-def env_in(argv: list[str]) -> tuple[int, str]:
-    """The place in the command line of the word with the task, and the task; (-1, default) if it is not given."""
-    place, name = -1, Args.env
-    for i, word in enumerate(argv):
-        if i and argv[i - 1] == "--env":
-            place, name = i, word
-        elif word.startswith("--env="):
-            place, name = i, word.split("=", 1)[1]
-    return place, name
-
-
 def default_args(argv: list[str]) -> Args:
-    """The defaults for the `--env` and `--quick` of a command line; those of the Control Suite for `--env all`."""
-    _, name = env_in(argv)
+    """The defaults for the `--env` and `--quick` of a command line; those of cheetah-run for `--env all`."""
+    name, quick = env_and_quick(argv, Args.env)
     task = get_task(Args.env if name == "all" else name)
     args = Args(env=name, episode_length=task.max_steps, image_size=task.image_size, expert=default_expert(task.name))
     if task.suite == "dmw":
         args = replace(args, train_transitions=1_000_000, test_transitions=100_000)
-    if "--quick" in argv:
+    if quick:
         args = replace(args, quick=True, **QUICK, **QUICK_TRANSITIONS[task.suite])
     return args
 
 
 def task_args(argv: list[str], env: str) -> Args:
     """What a command line with `--env all` asks of one task. An expert of the Control Suite is for that suite only."""
-    import tyro
-
-    place, name = env_in(argv)
-    assert name == "all", argv
-    words = [*argv[:place], f"--env={env}" if argv[place].startswith("--env=") else env, *argv[place + 1 :]]
-    args = tyro.cli(Args, args=words, default=default_args(words))
+    argv = [*argv, "--env", env]  # the last one counts
+    args = tyro.cli(Args, args=argv, default=default_args(argv))
     if get_task(env).suite == "dmw":
         args = replace(args, expert=default_expert(env), expert_dir=None)
     return args
@@ -154,14 +144,12 @@ def describe_command(args: Args) -> str:
 # ---------------------------------------------------------------------------------------------------------------- plan
 
 
-def distractor_config(args: Args):
-    from common.distractors import DistractorConfig
-
+def distractor_config(args: Args) -> DistractorConfig:
     return DistractorConfig(args.backgrounds, args.davis_dir, args.num_videos, args.camera_scale, args.color_scale)
 
 
-def check_args(args: Args) -> None:
-    """UserError for impossible numbers."""
+def make_plan(args: Args, split: str) -> dict[str, Any]:
+    """Everything that decides what the shards of a split hold. Raises UserError for impossible arguments."""
     task = get_task(args.env)
     if args.episode_length > task.max_steps:
         raise UserError(f"--episode-length is {args.episode_length}, but {task.name} ends after {task.max_steps} steps")
@@ -169,13 +157,6 @@ def check_args(args: Args) -> None:
         raise UserError(
             f"--image-size is {args.image_size}, must be a multiple of 8: the networks halve it three times"
         )
-
-
-def make_plan(args: Args, split: str) -> dict[str, Any]:
-    """Everything that decides what the shards of a split hold. Raises UserError for impossible arguments."""
-    from common.distractors import clips_digest
-
-    task = get_task(args.env)
     transitions = args.train_transitions if split == "train" else args.test_transitions
     expert = load_expert(task.name, args.expert, args.expert_dir)
     renders = ["clean", "distractor"] if args.render == "both" else [args.render]
@@ -229,11 +210,6 @@ def shard_episodes(plan: dict[str, Any], shard: int) -> range:
     return range(start, stop if plan["num_episodes"] is None else min(stop, plan["num_episodes"]))
 
 
-def shard_frames(plan: dict[str, Any], shard: int) -> int:
-    """Frames of a shard, at most."""
-    return len(shard_episodes(plan, shard)) * (plan["episode_length"] + 1)
-
-
 @dataclass
 class Split:
     """Which shards of a split exist, and which one to make next.
@@ -245,26 +221,7 @@ class Split:
 
     folder: Path
     plan: dict[str, Any]
-    transitions: dict[int, int] = field(default_factory=dict)  # of complete shards
-
-    def path(self, shard: int) -> Path:
-        return self.folder / f"{shard:05d}.h5"
-
-    def end(self) -> int | None:
-        """Number of shards, None while it is not known."""
-        if self.plan["num_shards"] is not None:
-            return self.plan["num_shards"]
-        total = 0
-        for shard in itertools.count():
-            if shard not in self.transitions:
-                return None
-            total += self.transitions[shard]
-            if total >= self.plan["num_transitions"]:
-                return shard + 1
-
-    def complete(self) -> bool:
-        end = self.end()
-        return end is not None and all(shard in self.transitions for shard in range(end))
+    transitions: dict[Path, int] = field(default_factory=dict)  # of the shards that are complete
 
     def candidates(self) -> Iterator[Path]:
         """Shards that may have to be made, in order; on Meta-World until those before have enough transitions."""
@@ -272,8 +229,12 @@ class Split:
         for shard in itertools.count():
             if shard == self.plan["num_shards"] or before >= self.plan["num_transitions"]:
                 return
-            yield self.path(shard)
-            before += self.transitions.get(shard, 0)
+            path = self.folder / f"{shard:05d}.h5"
+            yield path
+            before += self.transitions.get(path, 0)
+
+    def is_complete(self) -> bool:
+        return all(path in self.transitions for path in self.candidates())
 
     def is_missing(self, path: Path, announce: bool = False) -> bool:
         """Looks for a shard. UserError if it is of another plan; `announce` prints what is wrong with a damaged one."""
@@ -289,7 +250,7 @@ class Split:
                 f"{path}: made with other settings ({lines}). Use the same arguments to resume, another --data-dir for "
                 f"a new set, or remove {path.parent} to make it again"
             )
-        self.transitions[int(path.stem)] = shard.num_transitions
+        self.transitions[path] = shard.num_transitions
         return False
 
     def scan(self) -> None:
@@ -300,23 +261,19 @@ class Split:
             self.is_missing(path, announce=True)
 
     def trim(self) -> None:
-        """Remove what was made beyond the last shard, also by a worker that finished it when the others were done."""
-        for path in shard_paths(self.folder):
-            if int(path.stem) >= self.end():
+        """Removes what was made beyond the last shard of a complete split, while not all before it were there."""
+        self.scan()
+        if self.is_complete():
+            for path in set(shard_paths(self.folder)) - set(self.candidates()):
                 path.unlink(missing_ok=True)
-                self.transitions.pop(int(path.stem), None)
 
-    def num_frames(self) -> int:
-        """Frames of the whole split; on Meta-World about as many."""
-        count = self.plan["num_episodes"]
-        return self.plan["num_transitions"] if count is None else count * (self.plan["episode_length"] + 1)
-
-    def missing_frames(self) -> int:
-        """Frames that are still to be made, at most about."""
-        if self.complete():
-            return 0
+    def frames(self) -> tuple[int, int]:
+        """The frames of the whole split (on Meta-World about as many), and how many of them are there."""
+        episodes = self.plan["num_episodes"]
+        total = self.plan["num_transitions"] if episodes is None else episodes * (self.plan["episode_length"] + 1)
         shards = self.transitions.items()
-        return self.num_frames() - sum(count + len(shard_episodes(self.plan, shard)) for shard, count in shards)
+        there = sum(count + len(shard_episodes(self.plan, int(path.stem))) for path, count in shards)
+        return total, total if self.is_complete() else min(there, total)
 
 
 # ------------------------------------------------------------------------------------------------------------- rollout
@@ -330,7 +287,6 @@ class Maker:
         self.expert = load_expert(args.env, args.expert, args.expert_dir)
         self.plan: dict[str, Any] | None = None
         self.env: Any = None
-        self.frames = 0  # of all shards that it made
 
     def prepare(self, plan: dict[str, Any]) -> None:
         """Makes the environment and the buffers for a split, unless they are those of the shard before."""
@@ -374,23 +330,20 @@ class Maker:
             buffers["success"][frame] = False
         return frame + 1, about
 
-    def make(self, path: Path, plan: dict[str, Any]) -> None:
-        """Plays and writes the episodes of a shard."""
+    def make(self, path: Path, plan: dict[str, Any]) -> int:
+        """Plays and writes the episodes of a shard. Returns their transitions."""
         self.prepare(plan)
-        starts = [0]
-        about: dict[str, list[Any]] = {"seed": [], "background": [], "background_start": [], "background_direction": []}
+        starts, episodes = [0], []
         for episode in shard_episodes(plan, int(path.stem)):
             seed = episode_seed(plan, episode)
             end, info = self.rollout(seed, starts[-1])
             starts.append(end)
-            about["seed"].append(seed)
-            about["background"].append(info.get("background", ""))
-            about["background_start"].append(int(info.get("background_start", 0)))
-            about["background_direction"].append(int(info.get("background_direction", 0)))
+            episodes.append({"seed": seed} | info)
         arrays = {name: buffer[: starts[-1]] for name, buffer in self.buffers.items()}
         arrays["episode_start"] = np.array(starts, np.int64)
-        write_shard(path, plan, arrays, about, {"command": describe_command(self.args), "versions": versions()})
-        self.frames += starts[-1]
+        columns = {name: [episode[name] for episode in episodes] for name in episodes[0]}
+        write_shard(path, plan, arrays, columns, {"command": describe_command(self.args), "versions": versions()})
+        return starts[-1] - len(episodes)
 
     def close(self) -> None:
         if self.env is not None:
@@ -400,96 +353,91 @@ class Maker:
 # -------------------------------------------------------------------------------------------------------------- workers
 
 
-def work(connection: Any, shared: Any, worker: int, parent: int, args: Args, splits: list[Split]) -> None:
-    """A worker process: makes missing shards until none is left, as other workers do, and sends (frames, seconds).
+def make_missing(args: Args, splits: list[Split], tick: Callable[[], None]) -> None:
+    """Makes shards until none is missing; other processes may do the same. `tick` is called once per frame."""
+    by_folder = {split.folder: split for split in splits}
 
-    An exception is sent instead. shared: frames of each worker; the last entry tells all to stop.
+    def make(path: Path) -> None:
+        split = by_folder[path.parent]
+        split.transitions[path] = maker.make(path, split.plan)
+
+    with contextlib.closing(Maker(args, tick)) as maker:
+        store.fill(
+            paths=lambda: itertools.chain.from_iterable(split.candidates() for split in splits),
+            is_missing=lambda path: by_folder[path.parent].is_missing(path),
+            make=make,
+        )
+
+
+def work(connection: Any, counts: Any, worker: int, parent: int, args: Args, splits: list[Split]) -> None:
+    """A worker process: makes what is missing and sends None or the error that ended it.
+
+    counts: frames of each worker; the last entry tells all to stop.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches all processes of a terminal; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def tick() -> None:
-        shared[worker] += 1
-        if shared[-1] or os.getppid() != parent:
+        counts[worker] += 1
+        if counts[-1] or os.getppid() != parent:
             raise Stopped("the complete shards stay")
 
-    by_folder = {split.folder: split for split in splits}
-    maker, start = None, time.monotonic()
+    outcome = None
     try:
-        maker = Maker(args, tick)
-        store.fill(
-            paths=lambda: itertools.chain.from_iterable(split.candidates() for split in splits),
-            is_missing=lambda path: by_folder[path.parent].is_missing(path),
-            make=lambda path: maker.make(path, by_folder[path.parent].plan),
-        )
-        connection.send((maker.frames, time.monotonic() - start))
+        make_missing(args, splits, tick)
     except (UserError, Stopped, OSError) as error:
-        connection.send(error)
-    except Exception as error:
-        connection.send(UserError(f"a worker failed: {type(error).__name__}: {error}\n{traceback.format_exc()}"))
-    finally:
-        if maker is not None:
-            maker.close()
+        outcome = error
+    with contextlib.suppress(BrokenPipeError):  # the parent was killed
+        connection.send(outcome)
 
 
-def make_shards(args: Args, splits: dict[str, Split]) -> tuple[int, float]:
-    """Make every missing shard. Returns the frames made and the seconds of all workers that it took.
+def make_shards(args: Args, splits: list[Split]) -> None:
+    """Makes every missing shard of a task, with processes that share the work.
 
     Raises Stopped on a signal and UserError if a worker fails or is killed; no half-written shard stays either way.
     """
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # one core per worker
     context = multiprocessing.get_context("spawn")
-    parts = list(splits.values())
-    shared = context.RawArray("q", args.workers + 1)
-    workers = {}
+    counts = context.RawArray("q", args.workers + 1)
+    total, there = map(sum, zip(*[split.frames() for split in splits]))
+    progress, start = Progress(args.env, total, "frames", there), time.monotonic()
+    workers, problem = {}, None
     for number in range(args.workers):
-        connection, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=work, args=(theirs, shared, number, os.getpid(), args, parts), daemon=True)
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=work, args=(theirs, counts, number, os.getpid(), args, splits), daemon=True)
         process.start()
         theirs.close()  # so that a dead worker ends the pipe
-        workers[connection] = process
-    total = sum(part.num_frames() for part in parts)
-    shown = total - sum(part.missing_frames() for part in parts)
-    progress = Progress(args.env, total, "frames", shown)
-    frames, seconds, problem = 0, 0.0, None
+        workers[ours] = process
     try:
         while workers:
             for connection in multiprocessing.connection.wait(list(workers), timeout=0.3):
                 process = workers.pop(connection)
                 try:
-                    outcome = connection.recv()
+                    problem = problem or connection.recv()
                 except (EOFError, ConnectionResetError):
-                    outcome = UserError(describe_death(process))
-                if isinstance(outcome, Exception):
-                    problem = problem or outcome
-                    shared[-1] = 1
-                else:
-                    frames, seconds = frames + outcome[0], seconds + outcome[1]
-            if stop_requested():
-                shared[-1] = 1
-            progress.update(sum(shared[: args.workers]) - progress.n + shown)
+                    problem = problem or UserError(describe_death(process))
+            counts[-1] = stop_requested() or problem is not None
+            progress.update(there + sum(counts[:-1]) - progress.n)
     finally:
-        shared[-1] = 1
+        counts[-1] = 1
         for process in workers.values():
             process.join(20)
         progress.close()
-        for part in parts:
-            store.remove_leftovers(part.folder)
+        for split in splits:
+            store.remove_leftovers(split.folder)
     if stop_requested():
         raise Stopped(f"the complete shards in {args.data_dir / args.env} stay")
     if problem is not None:
         raise problem
-    return frames, seconds
+    frames, seconds = sum(counts[:-1]), time.monotonic() - start
+    print(f"{frames:,} frames made, {frames / seconds / args.workers:.1f} frames/s per worker")
 
 
 def describe_death(process: Any) -> str:
     process.join(10)
-    code = process.exitcode
-    how = f"ended with exit code {code}"
-    if code is not None and code < 0:
-        how = f"was killed by {signal.Signals(-code).name}"
-        if -code == signal.SIGKILL:
-            how += ", as a machine that runs out of memory does; try fewer --workers"
+    how = f"ended with exit code {process.exitcode}"
+    if process.exitcode == -signal.SIGKILL:
+        how = "was killed by SIGKILL, as a machine that runs out of memory does; try fewer --workers"
     return f"a worker {how}. The complete shards stay; rerun the same command to resume"
 
 
@@ -507,61 +455,47 @@ def check_disk(folder: Path, needed: int) -> None:
         )
 
 
-def report(args: Args, split: str) -> None:
-    """Print what a split holds, beside the paper's numbers."""
-    from common.dataset import Dataset
-
-    plan_render = "distractor" if args.render != "clean" else "clean"
-    dataset, task = Dataset(args.data_dir, args.env, split, plan_render), get_task(args.env)
+def report(dataset: "Dataset") -> None:
+    """Prints what a split holds, beside the paper's numbers."""
+    task, returns, success = get_task(dataset.env), dataset.episode_return, dataset.episode_success
     size = sum(shard.path.stat().st_size for shard in dataset.shards)
-    returns = dataset.episode_return
+    length = dataset.plan["episode_length"]
+    expert = f" (paper's expert {task.expert_score}"
+    if length < task.max_steps:
+        expert += f" within {task.max_steps} steps, these have at most {length}"
+    expert += ")"
     print(f"{dataset.folder}: {len(dataset.shards)} shards, {dataset.num_transitions:,} transitions in "
           f"{dataset.num_episodes:,} episodes, {size / 1e9:.2f} GB")  # fmt: skip
-    full = args.episode_length == task.max_steps
-    scale = "" if full else f" for {task.max_steps} steps, these have {args.episode_length}"
-    if dataset.episode_success is not None:
-        scale = "" if full else f" within {task.max_steps} steps, these have at most {args.episode_length}"
-        print(f"  success rate {dataset.episode_success.mean():.3f} (paper's expert {task.expert_score}{scale})")
-        print(f"  mean return {returns.mean():.1f} +- {returns.std():.1f}")
-    else:
-        print(f"  mean return {returns.mean():.1f} +- {returns.std():.1f} (paper's expert {task.expert_score}{scale})")
+    if success is not None:
+        print(f"  success rate {success.mean():.3f}{expert}")
+    print(f"  mean return {returns.mean():.1f} +- {returns.std():.1f}{expert if success is None else ''}")
     print(f"  action variance {dataset.action_variance:.4f} (paper {task.action_variance})")
     print(f"  hash {dataset.hash}")
 
 
-def preview(data_dir: Path, env: str, split: str, columns: int = 10) -> Path:
-    """Write `<env>/<split>.png`, a contact sheet of the split's first episode from its first frame to its last.
+def preview(dataset: "Dataset", columns: int = 10) -> Path:
+    """Writes `<env>/<split>.png`, a contact sheet of the split's first episode from its first frame to its last.
 
     One row of frames for each render, and one with the mask's outline in it.
     """
     from common import pictures
     from common.dataset import Dataset
 
+    first, end = dataset.episode_start[:2]
+    index, size = np.linspace(first, end - 1, min(columns, end - first)).round().astype(np.int64), dataset.image_size
     rows = {}
-    for render in read_shard(shard_paths(data_dir / env / split)[0]).plan["renders"]:
-        dataset = Dataset(data_dir, env, split, render)
-        first, end = dataset.episode_start[:2]
-        index = np.linspace(first, end - 1, min(columns, end - first)).round().astype(np.int64)
-        frames, size = dataset.frames(index), dataset.image_size
-        masks = np.unpackbits(dataset.masks(index), axis=-1).reshape(len(index), size, size)
-        rows[render] = frames
-        rows[f"{render}, mask"] = pictures.outline(frames, masks, zoom=max(1, round(192 / size)))
-    return pictures.rows(data_dir / env / f"{split}.png", rows, title=f"{env}, {split}: first episode")
+    for render in dataset.plan["renders"]:
+        rendered = Dataset(dataset.data_dir, dataset.env, dataset.split, render)
+        masks = np.unpackbits(rendered.masks(index), axis=-1).reshape(len(index), size, size)
+        rows[render] = rendered.frames(index)
+        rows[f"{render}, mask"] = pictures.outline(rows[render], masks, zoom=max(1, round(192 / size)))
+    path = dataset.folder.with_suffix(".png")
+    return pictures.rows(path, rows, title=f"{dataset.env}, {dataset.split}: first episode")
 
 
-def verify(args: Args, split: str) -> None:
+def verify(dataset: "Dataset") -> None:
     """Reads a split again and compares it with its hashes."""
-    from common.dataset import Dataset
-
-    folder = args.data_dir / args.env / split
-    render = "distractor"
-    for path in shard_paths(folder)[:1]:
-        try:
-            render = read_shard(path).plan["renders"][-1]
-        except store.Damaged:
-            pass  # opening the dataset says so, with the command that repairs it
-    dataset = Dataset(args.data_dir, args.env, split, render)
-    progress = Progress(f"verify {args.env}/{split}", dataset.num_frames, "frames")
+    progress = Progress(f"verify {dataset.env}/{dataset.split}", dataset.num_frames, "frames")
 
     def update(frames: int) -> None:
         progress.update(frames)
@@ -573,45 +507,35 @@ def verify(args: Args, split: str) -> None:
     print(f"{dataset.folder}: {len(dataset.shards)} shards are as they were written, hash {dataset.hash}")
 
 
-def prepare(args: Args) -> dict[str, Split]:
-    """The splits with what there is of them. UserError for what cannot be made and for shards of other settings."""
-    names = SPLITS if args.split == "both" else (args.split,)
-    splits = {split: Split(args.data_dir / args.env / split, make_plan(args, split)) for split in names}
-    for part in splits.values():
-        part.scan()
-    return splits
-
-
-def make(args: Args, splits: dict[str, Split]) -> None:
-    made, seconds = 0, 0.0
-    if not all(part.complete() for part in splits.values()):
-        made, seconds = make_shards(args, splits)
-    for split, part in splits.items():
-        part.trim()
-        report(args, split)
-        if args.preview:
-            print(f"  preview {preview(args.data_dir, args.env, split)}")
-    if made:
-        print(f"{made:,} frames made, {made / seconds:.1f} frames/s per worker")
-
-
 def main(args: Args, argv: list[str] | None = None) -> None:
     """`argv`: the command line that `args` came from, for `--env all`; default: that of this process."""
+    from common.dataset import Dataset
+
     argv = sys.argv[1:] if argv is None else argv
+    names = SPLITS if args.split == "both" else (args.split,)
     tasks = [task_args(argv, env) for env in TASKS] if args.env == "all" else [args]
     if args.verify:
-        for one in tasks:
-            for split in SPLITS if one.split == "both" else (one.split,):
-                verify(one, split)
+        for one, name in itertools.product(tasks, names):
+            verify(Dataset(args.data_dir, one.env, name, render=None))
         return
-    for one in tasks:
-        check_args(one)
-    prepared = [prepare(one) for one in tasks]  # everything is checked before the first shard is made
-    parts = [part for splits in prepared for part in splits.values()]
-    if needed := sum(part.missing_frames() * frame_bytes(part.plan) for part in parts):
+    # Everything is checked before the first shard is made.
+    planned = [[Split(one.data_dir / one.env / name, make_plan(one, name)) for name in names] for one in tasks]
+    needed = 0
+    for split in itertools.chain.from_iterable(planned):
+        split.scan()
+        total, there = split.frames()
+        needed += (total - there) * frame_bytes(split.plan)
+    if needed:
         check_disk(args.data_dir, needed)
-    for one, splits in zip(tasks, prepared):
-        make(one, splits)
+    for one, splits in zip(tasks, planned):
+        if not all(split.is_complete() for split in splits):
+            make_shards(one, splits)
+        for split in splits:
+            split.trim()
+            dataset = Dataset(one.data_dir, one.env, split.plan["split"], render=None)
+            report(dataset)
+            if args.preview:
+                print(f"  preview {preview(dataset)}")
 
 
 if __name__ == "__main__":

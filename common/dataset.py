@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shlex
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -34,24 +34,22 @@ class Dataset:
     in order, so a global index names one frame. Raises UserError with the command that makes or repairs what is not
     as it should be.
 
-    mask_source: gt for the simulator's masks, or the name of the mask files beside the shards.
+    Args:
+        render: clean or distractor; None for distractor, or clean if the set has no other.
+        mask_source: gt for the simulator's masks, or the name of the mask files beside the shards.
     """
 
     def __init__(
-        self,
-        data_dir: Path,
-        env: str,
-        split: str,
-        render: str = "distractor",
-        mask_source: str = "gt",
+        self, data_dir: Path, env: str, split: str, render: str | None = "distractor", mask_source: str = "gt"
     ):
-        self.env, self.split, self.render, self.mask_source = env, split, render, mask_source
+        self.env, self.split, self.mask_source = env, split, mask_source
         self.data_dir, self.folder = Path(data_dir), Path(data_dir) / env / split
         self.shards = self._open_shards()
         plan = self.plan = self.shards[0].plan
         self.image_size: int = plan["image_size"]
         self.action_dim: int = plan["action_dim"]
         self.state_dim: int = plan["state_dim"]
+        self.render = render = render or plan["renders"][-1]
         if render not in plan["renders"]:
             raise UserError(
                 f"{self.folder}: holds no {render} frames, only {', '.join(plan['renders'])}; make the dataset again "
@@ -65,7 +63,6 @@ class Dataset:
         self.num_transitions = self.num_frames - self.num_episodes
         self.hash = hashlib.sha256("".join(shard.content_hash for shard in self.shards).encode()).hexdigest()
         self.action = self._whole("action")  # float32 (T, A), unclipped
-        self._check_actions()
         # What batches may carry: name -> an array (T, ...) per shard.
         self._rows = {"frames": [shard.arrays[f"{render}/observation"] for shard in self.shards]}
         self.attached: dict[str, dict[str, Any]] = {}  # of further ones: how they came about, and their hash
@@ -80,16 +77,11 @@ class Dataset:
 
     def _command(self, files: Iterable[Path], default: str) -> str:
         """The command that makes some files, as the first readable one remembers it, with this data folder."""
-        command = default
         for path in files:
-            try:
-                command = store.read(path).about["command"] or default
+            with contextlib.suppress(UserError, KeyError):
+                default = store.read(path).about["command"] or default
                 break
-            except (UserError, KeyError):
-                continue
-        if self.data_dir != Path("data"):
-            command += f" --data-dir {shlex.quote(str(self.data_dir))}"
-        return command
+        return default if self.data_dir == Path("data") else f"{default} --data-dir {shlex.quote(str(self.data_dir))}"
 
     @property
     def command(self) -> str:
@@ -103,14 +95,21 @@ class Dataset:
         default += "" if source == "sam" else f" --import DIR --name {source}"
         return self._command([derived_path(path, source) for path in shard_paths(self.folder)], default)
 
+    @staticmethod
+    def _damaged(error: Damaged, path: Path, command: str) -> UserError:
+        return UserError(f"{error}; repair with: rm {shlex.quote(str(path))}{command and ' && '}{command}")
+
     def _open_shards(self) -> list[Shard]:
         paths = shard_paths(self.folder)
         if not paths:
             raise UserError(f"{self.folder}: no dataset here; make it with: {self.command}")
-        try:
-            shards = [read_shard(path) for path in paths]
-        except Damaged as error:
-            raise UserError(f"{error}; make it again with: {self.command}") from error
+        shards = []
+        for path in paths:
+            try:
+                shards.append(read_shard(path))
+                store.verify(shards[-1].stored, ["action"])  # small, and read as a whole anyway
+            except Damaged as error:
+                raise self._damaged(error, path, self.command) from error
         first = shards[0]
         for shard in shards:
             if (shard.plan["env"], shard.plan["split"]) != (self.env, self.split):
@@ -129,48 +128,28 @@ class Dataset:
             raise UserError(f"{self.folder}: incomplete, {missing}; finish it with: {self.command}")
         return shards
 
-    def _check_actions(self) -> None:
-        """Actions are finite, except NaN at the last frame of every episode."""
-        bad = np.isnan(self.action).any(1)
-        bad[self.episode_start[1:] - 1] ^= True
-        bad |= np.isinf(self.action).any(1)
-        if bad.any():
-            frame = int(np.flatnonzero(bad)[0])
-            shard = self.shards[int(np.searchsorted(self._frame_start, frame, "right")) - 1]
-            episode = int(np.searchsorted(self.episode_start, frame, "right")) - 1
-            raise UserError(
-                f"{shard.path}: the actions of episode {episode} are damaged at frame {frame}; repair with: "
-                f"rm {shlex.quote(str(shard.path))} && {self.command}"
-            )
-
     def _open_masks(self, source: str) -> None:
         files = [derived_path(shard.path, source) for shard in self.shards]
         absent = [path for path in files if not path.exists()]
-        if len(absent) == len(files):
-            present = {path.name.split(".")[1] for path in self.folder.glob("[0-9]*.*.h5")} - set(DERIVED)
-            raise UserError(
-                f"{absent[0]}: no masks named '{source}'; there are: {', '.join(['gt', *sorted(present)])}. "
-                f"Make them with: {self._mask_command(source)}"
-            )
         if absent:
-            raise UserError(
-                f"{absent[0]}: masks '{source}' are missing for {len(absent)} of {len(files)} shards; finish them "
-                f"with: {self._mask_command(source)}"
-            )
+            present = {path.name.split(".")[1] for path in self.folder.glob("[0-9]*.*.h5")} - set(DERIVED)
+            lack = f"no masks named '{source}'; there are: {', '.join(['gt', *sorted(present)])}. Make"
+            if len(absent) < len(files):
+                lack = f"masks '{source}' are missing for {len(absent)} of {len(files)} shards; finish"
+            raise UserError(f"{absent[0]}: {lack} them with: {self._mask_command(source)}")
         name, bytes_per_mask = f"{self.render}/mask", self.image_size**2 // 8
         parts, hashes = [], []
-        for shard in self.shards:
+        for shard, path in zip(self.shards, files):
             try:
                 stored = read_derived(shard, source)
                 masks = stored.arrays.get(name)
                 if masks is not None and masks.shape != (shard.frames, bytes_per_mask):
-                    raise Damaged(f"{stored.path}: {name} is {masks.shape}, expected {(shard.frames, bytes_per_mask)}")
+                    raise Damaged(f"{path}: {name} is {masks.shape}, expected {(shard.frames, bytes_per_mask)}")
             except Damaged as error:
-                repair = f"rm {shlex.quote(str(derived_path(shard.path, source)))} && {self._mask_command(source)}"
-                raise UserError(f"{error}; repair with: {repair}") from error
+                raise self._damaged(error, path, self._mask_command(source)) from error
             if masks is None:
                 command = f"{self._mask_command(source)} --render {self.render}"
-                raise UserError(f"{stored.path}: holds no {name}; add it with: {command}")
+                raise UserError(f"{path}: holds no {name}; add it with: {command}")
             parts.append(masks)
             hashes.append(stored.array_hash(name))
         self.mask_hash = hashlib.sha256("".join(hashes).encode()).hexdigest()
@@ -190,8 +169,7 @@ class Dataset:
                     command = "" if source in DERIVED else self._mask_command(source)  # training makes those again
                     store.verify(read_derived(shard, source))
             except Damaged as error:
-                repair = f"rm {shlex.quote(str(path))}" + (f" && {command}" if command else "")
-                raise UserError(f"{error}; repair with: {repair}") from error
+                raise self._damaged(error, path, command) from error
             progress(shard.frames)
 
     # --- content
@@ -271,15 +249,8 @@ class Dataset:
                 "possible; lower it, or make a larger dataset"
             )
         order = np.random.default_rng(np.random.SeedSequence([seed, 0x1ABE1])).permutation(self.num_episodes)
-        chosen, left = [], num_labels
-        for episode in order:
-            start, stop = self.episode_start[episode : episode + 2]
-            frames = np.arange(start, stop - 1)[:left]
-            chosen.append(frames)
-            left -= len(frames)
-            if not left:
-                break
-        return np.sort(np.concatenate(chosen))
+        episodes = [np.arange(self.episode_start[i], self.episode_start[i + 1] - 1) for i in order]
+        return np.sort(np.concatenate(episodes)[:num_labels])
 
     # --- gathering
 
@@ -310,29 +281,23 @@ class Dataset:
 
     def rows(self, name: str, index: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Rows at global frame indices (...,): (..., *shape of a row). name: frames, masks, or something attached."""
-        index = np.asarray(index, np.int64)
         parts, (dtype, item) = self._rows[name], self.row_kind(name)
+        index = np.asarray(index, np.int64)
         if out is None:
             out = np.empty((*index.shape, *item), dtype)
-        flat = index.reshape(-1)
-        if not len(flat):
-            return out
-        if flat.min() < 0 or flat.max() >= self.num_frames:
+        flat, rows = index.reshape(-1), out.reshape(-1, *item)
+        if len(flat) and (flat.min() < 0 or flat.max() >= self.num_frames):
             raise IndexError(f"frame index out of range 0..{self.num_frames - 1}")
-        rows = out.reshape(len(flat), *item)
         shard = np.searchsorted(self._frame_start, flat, "right") - 1
-        order = None
         if (shard[1:] < shard[:-1]).any():
             order = np.argsort(shard, kind="stable")
-            flat, shard = flat[order], shard[order]
-        cuts = np.flatnonzero(np.diff(shard)) + 1
-        for start, stop in zip([0, *cuts], [*cuts, len(flat)]):
-            number = shard[start]
+            rows[order] = self.rows(name, flat[order])
+            return out
+        for number in np.unique(shard):
+            start, stop = np.searchsorted(shard, [number, number + 1])
             local = flat[start:stop] - self._frame_start[number]
-            if order is None:  # mode="clip" writes straight into `out`; the bounds were checked above
-                np.take(parts[number], local, axis=0, out=rows[start:stop], mode="clip")
-            else:
-                rows[order[start:stop]] = parts[number][local]
+            # mode="clip" writes straight into `out`; the bounds were checked above
+            np.take(parts[number], local, axis=0, out=rows[start:stop], mode="clip")
         return out
 
     def resident(self, name: str, device: torch.device) -> torch.Tensor:
@@ -357,12 +322,6 @@ class Dataset:
     def is_resident(self, fields: tuple[str, ...], device: torch.device) -> bool:
         return all((name, device) in self._resident for name in fields)
 
-    def release(self) -> None:
-        """Free what `resident` put on a device."""
-        self._resident.clear()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # `fits` asks the driver
-
     def fits(self, device: torch.device, fields: tuple[str, ...]) -> bool:
         """True if these are on the GPU already or leave enough of its free memory for training."""
         if device.type != "cuda":
@@ -376,22 +335,18 @@ class Dataset:
 # -------------------------------------------------------------------------------------------------------------- batches
 
 
-def window_index(
-    dataset: Dataset, t: np.ndarray, k: np.ndarray | None = None, *, max_offset: int, frame_stack: int = 3
-) -> np.ndarray:
+def window_index(dataset: Dataset, t: np.ndarray, k: np.ndarray | None = None, *, max_offset: int) -> np.ndarray:
     """Global frame indices of the windows at t, int64 (B, F).
 
-    max_offset 0: the stack [t-2, t-1, t] (frame_stack 3). 1: that and t+1. Above 1: that, t+1 and the stack that ends
-    at t+k, k int64 (B,) >= 1. What lies before the episode's first frame repeats it; t+k must lie in the episode.
+    max_offset 0: the stack [t-2, t-1, t]. 1: that and t+1. Above 1: that, t+1 and the stack that ends at t+k, k int64
+    (B,) >= 1. What lies before the episode's first frame repeats it. IndexError if t+k is not in the episode.
     """
     episode = np.searchsorted(dataset.episode_start, t, "right") - 1
-    back = np.arange(1 - frame_stack, 1)
-    offsets = np.broadcast_to(back, (len(t), frame_stack))
-    if max_offset >= 1:
-        offsets = np.concatenate([offsets, np.ones((len(t), 1), np.int64)], axis=1)
+    stack = np.arange(-2, 1)
+    offsets = np.broadcast_to([*stack, 1] if max_offset else stack, (len(t), 4 if max_offset else 3))
     if max_offset > 1:
         assert k is not None
-        offsets = np.concatenate([offsets, k[:, None] + back], axis=1)
+        offsets = np.concatenate([offsets, k[:, None] + stack], axis=1)
     index = t[:, None] + offsets
     if max_offset and (index.max(1) >= dataset.episode_start[episode + 1]).any():
         raise IndexError("a window reaches past the end of its episode")
@@ -415,31 +370,6 @@ class Batch(NamedTuple):
         return [tensor for tensor in self if tensor is not None]
 
 
-def _torch_dtype(dtype: np.dtype) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, dtype)).dtype
-
-
-class _Buffers:
-    """Host memory for batches that is used again once no tensor shows it: fresh pages cost more than filling them.
-
-    A tensor made from an array keeps a reference to it for as long as any view lives, so the reference count tells.
-    """
-
-    def __init__(self, keep: int = 8):
-        self._arrays: list[np.ndarray] = []
-        self._keep = keep
-
-    def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        for i in range(len(self._arrays)):  # by index: a loop variable would be one more reference
-            fits = (self._arrays[i].shape, self._arrays[i].dtype) == (shape, dtype)
-            if fits and sys.getrefcount(self._arrays[i]) <= 2:  # the list and the argument
-                return self._arrays[i]
-        # torch's memory is aligned; numpy's is not, which makes copies 4 times slower
-        aligned = torch.empty(shape, dtype=_torch_dtype(dtype)).numpy()
-        self._arrays = [aligned, *self._arrays][: self._keep]
-        return self._arrays[0]
-
-
 def _load(
     dataset: Dataset,
     t: np.ndarray,
@@ -448,7 +378,6 @@ def _load(
     fields: tuple[str, ...],
     on_device: bool,
     noise_seed: list[int],
-    buffers: _Buffers,
 ) -> Batch:
     """Gather windows (B, F). On CUDA the copies are queued on the current stream and do not block."""
     pin = device.type == "cuda"  # the host allocator keeps a pinned block alive until its copy is done
@@ -459,18 +388,14 @@ def _load(
 
     def gather(name: str, index: np.ndarray) -> torch.Tensor:
         dtype, item = dataset.row_kind(name)
-        shape = (*index.shape, *item)
+        shape, kind = (*index.shape, *item), torch.from_numpy(np.empty(0, dtype)).dtype
         if on_device:  # as int64, an eighth of the elements to index; rows are multiples of 8 bytes
-            rows = dataset.resident(name, device).view(torch.int64)
-            return rows[sent_window if index is window else send(index)].view(_torch_dtype(dtype)).view(shape)
-        if pin:
-            host = torch.empty(shape, dtype=_torch_dtype(dtype), pin_memory=True)
-        else:
-            host = torch.from_numpy(buffers.take(shape, dtype))
-        dataset.rows(name, index, host.numpy())
+            return dataset.resident(name, device).view(torch.int64)[send(index)].view(kind).view(shape)
+        # torch's memory is aligned; numpy's is not, which makes copies 4 times slower
+        host = torch.empty(shape, dtype=kind, pin_memory=pin)
+        dataset.rows(name, index, out=host.numpy())
         return host.to(device, non_blocking=True)
 
-    sent_window = send(window) if on_device else None
     extra = [name for name in fields if name not in ("frames", "masks")]
     return Batch(
         frames=gather("frames", window) if "frames" in fields else None,
@@ -519,8 +444,8 @@ class _Prefetch:
 class Sampler:
     """Endless shuffled batches of windows, every transition once per epoch (but for the remainder of a batch).
 
-    The order of an epoch and the offsets k of a batch come from (seed, epoch, batch) alone, so `start=position`
-    continues exactly. A batch is sorted by frame. k is uniform in {1..min(max_offset, frames left)}.
+    The order of an epoch and the offsets k of a batch come from (seed, epoch, batch) alone, so `seek` continues
+    exactly. A batch is sorted by frame. k is uniform in {1..min(max_offset, frames left)}.
 
     fields: what batches hold: frames, masks, and at most one name of what was attached to the dataset.
     on_device: keep the whole set on the device ("auto": on a GPU, if enough memory is left for training); otherwise a
@@ -536,13 +461,12 @@ class Sampler:
         seed: int,
         device: torch.device,
         fields: tuple[str, ...] = ("frames",),
-        start: int = 0,
         indices: np.ndarray | None = None,
         on_device: Literal["auto"] | bool = "auto",
     ):
         self.dataset, self.batch_size, self.max_offset, self.seed = dataset, batch_size, max_offset, seed
         self.device, self.fields = torch.device(device), fields
-        self.indices = _check_indices(dataset, indices, max_offset)
+        self.indices = dataset.transitions if indices is None else indices
         self.batches_per_epoch = len(self.indices) // batch_size
         if not self.batches_per_epoch:
             raise UserError(
@@ -553,9 +477,8 @@ class Sampler:
         if self.on_device:  # upload here, not in the thread, whose stream would own the memory
             for name in fields:
                 dataset.resident(name, self.device)
-        self._buffers = _Buffers()
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
-        self._prefetch: _Prefetch = _Prefetch(self._load, start, None, self.device)
+        self._prefetch = _Prefetch(self._load, 0, None, self.device)
 
     @property
     def data_bytes(self) -> int:
@@ -604,9 +527,8 @@ class Sampler:
     def _load(self, position: int) -> Batch:
         t, k = self.draw(position)
         window = window_index(self.dataset, t, k, max_offset=self.max_offset)
-        epoch, batch = divmod(position, self.batches_per_epoch)
-        noise_seed = [self.seed, epoch, 2, batch]
-        return _load(self.dataset, t, window, self.device, self.fields, self.on_device, noise_seed, self._buffers)
+        noise_seed = [self.seed, position // self.batches_per_epoch, 2, position % self.batches_per_epoch]
+        return _load(self.dataset, t, window, self.device, self.fields, self.on_device, noise_seed)
 
 
 class LabelledBatch(NamedTuple):
@@ -689,17 +611,6 @@ class TensorSampler:
         """Nothing runs beside it."""
 
 
-def _check_indices(dataset: Dataset, indices: np.ndarray | None, max_offset: int) -> np.ndarray:
-    if indices is None:
-        return dataset.transitions
-    indices = np.asarray(indices, np.int64)
-    if len(indices) and (indices.min() < 0 or indices.max() >= dataset.num_frames):
-        raise IndexError(f"frame index out of range 0..{dataset.num_frames - 1}")
-    if max_offset and np.isin(indices, dataset.episode_start[1:] - 1).any():
-        raise IndexError("the last frame of an episode has no transition")
-    return indices
-
-
 def sequential(
     dataset: Dataset,
     batch_size: int,
@@ -713,21 +624,17 @@ def sequential(
 
     Reads from the device if a Sampler put the set there, else from the memory-mapped shards, one batch ahead.
     """
-    if max_offset not in (0, 1):
-        raise ValueError("max_offset must be 0 or 1")
-    device, buffers = torch.device(device), _Buffers()
-    indices = _check_indices(dataset, indices, max_offset)
+    device = torch.device(device)
+    indices = dataset.transitions if indices is None else indices
     on_device = dataset.is_resident(fields, device)
 
     def load(position: int) -> Batch:
         t = indices[position * batch_size : (position + 1) * batch_size]
         window = window_index(dataset, t, max_offset=max_offset)
-        return _load(dataset, t, window, device, fields, on_device, [position], buffers)
+        return _load(dataset, t, window, device, fields, on_device, [position])
 
     batches = -(-len(indices) // batch_size)
-    if not batches:
-        return
-    prefetch: _Prefetch = _Prefetch(load, 0, batches, device)
+    prefetch = _Prefetch(load, 0, batches, device)
     try:
         for _ in range(batches):
             yield prefetch.next()

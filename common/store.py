@@ -220,7 +220,8 @@ def read(path: Path) -> StoredFile:
             )
         if _content_hash(description, stored.arrays, hashes) != stored.content_hash:
             raise Damaged(f"{path}: the header does not match its hash")
-        verify(stored, largest=SMALL)
+        small = {name for name, array in stored.arrays.items() if array.nbytes <= SMALL or name == "episode_start"}
+        verify(stored, small)
         return stored
     except FileNotFoundError:
         raise Damaged(f"{path}: no such file") from None
@@ -231,12 +232,10 @@ def read(path: Path) -> StoredFile:
         raise Damaged(f"{path}: {reason}") from error
 
 
-def verify(stored: StoredFile, largest: int | None = None) -> None:
-    """Reads all arrays, or those of at most `largest` bytes, and compares them with their hashes. Raises Damaged."""
+def verify(stored: StoredFile, names: Iterable[str] | None = None) -> None:
+    """Reads arrays, by default all, and compares them with their hashes. Raises Damaged."""
     # The episodes' starts come first: the pieces of the other arrays follow from them.
-    for name in sorted(stored.arrays, key=lambda name: (name != "episode_start", name)):
-        if largest is not None and stored.arrays[name].nbytes > largest:
-            continue
+    for name in sorted(stored.arrays if names is None else names, key=lambda name: (name != "episode_start", name)):
         wrong = np.flatnonzero((_hashes(stored.arrays, name) != stored.hashes[name]).any(1))
         if len(wrong):
             place = f"episode {wrong[0]} of {name}" if len(stored.hashes[name]) > 1 else name
@@ -328,18 +327,22 @@ def fill(paths: Callable[[], Iterable[Path]], is_missing: Callable[[Path], bool]
                 continue
             if stop_requested():
                 raise Stopped(f"the complete files in {path.parent} stay")
-            if is_missing(path):
-                try:
-                    with claim(path):
-                        if is_missing(path):  # else another process was faster
-                            make(path)
-                except Taken:
-                    taken.append(path)
-                    continue
+            if not is_missing(path):
+                complete.add(path)
+                continue
+            try:
+                with claim(path):
+                    if is_missing(path):  # else another process was faster
+                        make(path)
+            except Taken:
+                taken.append(path)
+                continue
             complete.add(path)
-        if not taken:
-            return
-        if len(taken) != waiting_for:
-            waiting_for = len(taken)
-            print(f"waiting for another process that makes {waiting_for} files in {taken[0].parent}", flush=True)
-        time.sleep(POLL_SECONDS)  # that process may be killed, so look again
+            break  # what other processes made meanwhile decides which paths are left
+        else:
+            if not taken:
+                return
+            if len(taken) != waiting_for:
+                waiting_for = len(taken)
+                print(f"waiting for another process that makes {waiting_for} files in {taken[0].parent}", flush=True)
+            time.sleep(POLL_SECONDS)  # that process may be killed, so look again
