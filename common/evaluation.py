@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import signal
 from collections.abc import Callable, Iterable
 from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +230,21 @@ def _distractors(test_set: Dataset, clips_dir: Path | None) -> DistractorConfig:
     return config
 
 
+def _start(makers: list[Callable[[], gymnasium.Env]]) -> gymnasium.vector.VectorEnv:
+    """Environments side by side, in a process each if there are several."""
+    autoreset = gymnasium.vector.AutoresetMode.NEXT_STEP
+    if len(makers) == 1:
+        return gymnasium.vector.SyncVectorEnv(makers, autoreset_mode=autoreset)
+    # The workers inherit that SIGINT is blocked: a Ctrl-C in a terminal reaches them too, but this process decides, to
+    # which it comes once they have started. The tracker of shared memory would unblock it when it starts.
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return gymnasium.vector.AsyncVectorEnv(makers, context="spawn", autoreset_mode=autoreset)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
 def rollout(
     act: Callable[[Tensor], Tensor],
     task: Task,
@@ -263,22 +280,12 @@ def rollout(
         distractors=distractors, image_size=image_size, max_steps=max_steps,
     )  # fmt: skip
     makers = [partial(_Episodes, make, first, num_envs, episodes) for first in range(num_envs)]
-    if num_envs == 1:
-        envs: Any = gymnasium.vector.SyncVectorEnv(makers, autoreset_mode=gymnasium.vector.AutoresetMode.NEXT_STEP)
-    else:
-        # The workers inherit that SIGINT is ignored: a Ctrl-C in a terminal reaches them too, but this process decides.
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            envs = gymnasium.vector.AsyncVectorEnv(
-                makers, context="spawn", autoreset_mode=gymnasium.vector.AutoresetMode.NEXT_STEP
-            )
-        finally:
-            signal.signal(signal.SIGINT, before)
     returns, lengths, successes = np.full(episodes, np.nan), np.zeros(episodes, int), np.zeros(episodes, bool)
     number = np.arange(num_envs)  # the episode that each environment is in
     length, total, success = np.zeros(num_envs, int), np.zeros(num_envs), np.zeros(num_envs, bool)
-    progress = Progress("evaluation", episodes, "episodes")
+    progress, envs = Progress("evaluation", episodes, "episodes"), None
     try:
+        envs = _start(makers)
         frame = envs.reset()[0][f"{render}/observation"]
         stack = np.repeat(frame[:, None], 3, axis=1)  # (N, 3, H, W, 3): frames before the first one repeat it
         starting = np.zeros(num_envs, bool)  # this step only resets the environment
@@ -303,8 +310,14 @@ def rollout(
             number[ended] += num_envs
             length[ended], total[ended], success[ended] = 0, 0, False
             starting = ended
+    except (EOFError, ConnectionError) as error:
+        if not stop_requested():
+            raise
+        raise Stopped("these episodes start over") from error  # the signal ended the environments' processes too
     finally:
-        envs.close()
+        if envs is not None:
+            with contextlib.suppress(EOFError, ConnectionError):
+                envs.close()
         progress.close()
     result = {
         "return_mean": float(returns.mean()),
@@ -343,6 +356,12 @@ def normalised_score(rolled: dict[str, Any], task: Task, dataset: Dataset) -> di
 # The result of a run
 
 
+def _log(run: runs.Run, metrics: dict[str, float | None]) -> None:
+    """Logs the metrics of the evaluation, in place of earlier ones: with fewer label budgets, or from before a kill."""
+    run.rewind_metrics("eval", -1)
+    run.log("eval", 0, {name: value for name, value in metrics.items() if value is not None})
+
+
 def probe(
     run: runs.Run,
     encode: Callable[[torch.nn.Module, Batch], Tensor],
@@ -379,7 +398,7 @@ def probe(
         held_out = outputs(partial(encode, model), test_set, **windows)
         trained = nmse(fitted_on, saved_on_the_way(held_out, run.dir / "latents.npz", step), variance)
         probed = trained | {"untrained": control()}
-        run.log("eval", 0, {"eval/nmse": probed["nmse"], "eval/nmse_untrained": probed["untrained"]})
+        _log(run, {"eval/nmse": probed["nmse"], "eval/nmse_untrained": probed["untrained"]})
         print(f"NMSE {probed['nmse']:.4f}, untrained {probed['untrained']:.4f}", flush=True)
         return probed
 
@@ -455,8 +474,8 @@ def write_result(
         }
         if "success_rate" in best:
             scores["eval/success_rate"] = best["success_rate"]
-        run.log("eval", 0, {name: value for name, value in scores.items() if value is not None})
         metrics |= scores
+    _log(run, metrics)
     drawn = [*drawn, pictures.curves(run.dir / "curves.png", run.read_metrics())]
     episodes, counts = np.unique(train_set.episode_of_frame[labelled], return_counts=True)
     run.write_result(

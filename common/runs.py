@@ -309,8 +309,8 @@ class Run:
                 lines.append(json.loads(line))
         return lines
 
-    def _rewind_metrics(self, stage: str, step: int) -> None:
-        """Drops the lines of `stage` after `step`, which the resumed run writes again."""
+    def rewind_metrics(self, stage: str, step: int) -> None:
+        """Drops the lines of `stage` after `step`, which are written again."""
         lines = [line for line in self.read_metrics() if not (line["stage"] == stage and line["step"] > step)]
         self._metrics.close()
         with atomic_path(self.metrics_path) as temporary:
@@ -354,9 +354,9 @@ class Run:
                 print(f"warning: {error}; using the checkpoint before it", file=sys.stderr)
                 path.rename(path.with_suffix(".broken"))
                 continue
-            self._rewind_metrics(stage, state["step"])
+            self.rewind_metrics(stage, state["step"])
             return state
-        self._rewind_metrics(stage, 0)
+        self.rewind_metrics(stage, 0)
         return None
 
     def _later_files(self) -> list[Path]:

@@ -1,10 +1,13 @@
 """Fixtures of several test files."""
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import planted
 import pytest
 
+from common import cli
 from common.dataset import Dataset
 
 
@@ -18,3 +21,14 @@ def planted_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train_set(planted_dir: Path) -> Dataset:
     """The train split of `planted_dir`."""
     return Dataset(planted_dir, "cheetah-run", "train")
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """This process takes signals as a script does, for the time of a test."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    cli.install_signal_handlers()
+    yield
+    cli._stop_signal = None
+    for number, handler in before.items():
+        signal.signal(number, handler)

@@ -1,7 +1,15 @@
-"""What tests need to build and train each method script on a planted data set."""
+"""What tests need to build, train and run each method script on a planted data set."""
 
 import contextlib
+import dataclasses
 import importlib
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,27 +19,26 @@ import numpy as np
 import torch
 from torch import nn
 
+from common import runs
+from common.cli import cli
 from common.dataset import Dataset, LabelledSampler, Sampler
 
-SCRIPTS = ("lapo", "laom_labels", "laof", "lapo_slots", "masklam")
 CPU = torch.device("cpu")
-TINY = {"policy_scale": 1, "batch_size": 16, "latent_dim": 16}
+TINY = {"policy_scale": 1, "batch_size": 16, "latent_dim": 16, "num_labels": (40,)}
+# Each method's own small networks.
 OWN: dict[str, dict[str, Any]] = {
     "lapo": {"idm_scale": 1, "fdm_scale": 1},
-    "laom_labels": {"idm_scale": 1, "head_dim": 32, "num_labels": (40,)},
+    "laom_labels": {"idm_scale": 1, "head_dim": 32},
     "laof": {"idm_scale": 1, "lam_clip": 2.0, "world_model_width": 4},
     "lapo_slots": {"lam_clip": 1.0, "slot_dim": 8, "renderer_dim": 16, "lam_dim": 32},
     "masklam": {"idm_scale": 1, "fdm_scale": 1},
 }
-# The same as flags, for runs as a subprocess. LAOF gets flow of a small RAFT with random weights; see raft_checkpoint.
-# LAPO-Slots gets features of a small DINOv2 with random weights.
-FLAGS = {
-    "lapo": "--idm-scale 1 --fdm-scale 1".split(),
-    "laom_labels": "--idm-scale 1 --head-dim 32".split(),
-    "laof": "--idm-scale 1 --world-model-width 4 --raft small --raft-iterations 2 --raft-checkpoint RAFT".split(),
-    "lapo_slots": "--slot-updates 10 --slot-warmup 2 --slot-dim 16 --renderer-dim 32 --lam-dim 32".split()
-    + "--dino-model vit_small_patch14_dinov2 --dino-weights random --dino-image-size 42".split(),
-    "masklam": "--idm-scale 1 --fdm-scale 1".split(),
+SCRIPTS = tuple(OWN)
+# What whole runs need beside: small frozen networks with seeded random weights, since the real ones are large.
+FROZEN: dict[str, dict[str, Any]] = {
+    "laof": {"raft": "small", "raft_iterations": 1},
+    "lapo_slots": {"dino_model": "test_vit", "dino_weights": "random", "dino_image_size": 48}
+    | {"slot_updates": 10, "slot_warmup": 2},
 }
 
 
@@ -46,15 +53,24 @@ def raft_checkpoint(folder: Path) -> Path:
     return path
 
 
+def words(values: dict[str, Any]) -> list[str]:
+    """Arguments as they stand on the command line."""
+    listed = []
+    for name, value in values.items():
+        listed += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, tuple) else (value,))]
+    return listed
+
+
 def flags(script: str, folder: Path) -> list[str]:
     """A script's own flags for a tiny run; files that they name are written to `folder`."""
-    return [str(raft_checkpoint(folder)) if word == "RAFT" else word for word in FLAGS[script]]
+    raft = {"raft_checkpoint": raft_checkpoint(folder)} if script == "laof" else {}
+    return words(OWN.get(script, {}) | FROZEN.get(script, {}) | raft)
 
 
 def build(script: str, size: int = 32, seed: int = 0, action_dim: int = 6, **changes) -> tuple[ModuleType, Any, Any]:
     """The script's module, tiny arguments, and its model with seeded weights."""
     module = importlib.import_module(script)
-    args = module.Args(**(TINY | OWN[script] | changes))
+    args = module.Args(**(TINY | OWN.get(script, {}) | changes))
     torch.manual_seed(seed)
     model = module.LatentActionModel(args, size, action_dim).apply(module.orthogonal_init)
     if script == "laom_labels":
@@ -137,8 +153,6 @@ def lam_training(
     module: ModuleType, args: Any, model: nn.Module, data_dir: Path, updates: int, updated=lambda model: None
 ) -> nn.Module:
     """Trains stage 1 on a planted set and returns the model. `updated` is called after every update."""
-    from common import runs
-
     script = module.__name__
     dataset = Dataset(data_dir, "cheetah-run", "train")
     run = runs.Run(args, script, "test", {})
@@ -152,20 +166,89 @@ def lam_training(
         if script == "laom_labels":
             model.move_target(args.target_rate)
 
-    stage = (
-        run,
-        args,
-        "lam",
-        model,
-        module.lam_loss,
-        sampler,
-        updates,
-        args.lam_lr,
-        args.lam_clip,
-        probe,
-        after_update,
-    )
-    module.train(*stage)
+    rates = (args.lam_lr, args.lam_clip)
+    module.train(run, args, "lam", model, module.lam_loss, sampler, updates, *rates, probe, after_update)
     sampler.close()
     run.close()
     return model
+
+
+# --- scripts as processes
+
+
+def _run_script(script: str, words: list[str], output: Path, file_limit: int | None) -> None:
+    """What a child process does: the script's command line, with its output in files."""
+    os.setsid()  # so that a test can signal it together with its environments' processes
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
+    if file_limit is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, resource.RLIM_INFINITY))
+    torch.set_num_threads(1)
+    sys.argv = [f"{script}.py", *words]
+    module = importlib.import_module(script)
+    import atexit; from multiprocessing import util; util.Finalize(None, lambda: open("/tmp/tm_cpu.log","a").write(f"{script} {time.process_time():.2f} {words[-4:]}\n"), exitpriority=1)  # TMP
+    cli(module.main, module.defaults)
+
+
+# A server that has imported what is slow to import forks the processes; it has used none of it, so that is safe.
+_server = multiprocessing.get_context("forkserver")
+_server.set_forkserver_preload("torch torch._dynamo gymnasium h5py matplotlib.pyplot torchvision".split())
+
+
+@dataclasses.dataclass
+class Finished:
+    """As `subprocess.CompletedProcess`."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class ScriptProcess:
+    """A method script that runs in a process of its own, as from the command line.
+
+    file_limit: bytes that a file may have; more is an error of the operating system, as on a full disk.
+    """
+
+    def __init__(self, script: str, words: list[str], output: Path, file_limit: int | None = None) -> None:
+        output.mkdir(parents=True, exist_ok=True)
+        self.output = output
+        self.process = _server.Process(target=_run_script, args=(script, words, output, file_limit))
+        self.process.start()
+
+    def until(self, happened: Any, what: str, timeout: float = 300) -> None:
+        """Waits until `happened()`, while the process runs."""
+        deadline = time.monotonic() + timeout
+        while not happened():
+            assert self.process.is_alive() and time.monotonic() < deadline, f"{what}: {self.wait().stderr}"
+            time.sleep(0.01)
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the process and to those that it started."""
+        os.killpg(self.process.pid, number)
+
+    def size(self) -> int:
+        """How many processes there are: this one and those that it started."""
+        stats = [path.read_text().rsplit(")", 1)[1].split() for path in Path("/proc").glob("[0-9]*/stat")]
+        return sum(int(fields[2]) == self.process.pid for fields in stats)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.wait()
+
+    def wait(self) -> Finished:
+        self.process.join(300)
+        if self.process.is_alive():
+            self.signal(signal.SIGKILL)
+            raise AssertionError(f"does not end: {(self.output / 'stderr').read_text()}")
+        texts = ((self.output / name).read_text() for name in ("stdout", "stderr"))
+        return Finished(self.process.exitcode, *texts)
+
+
+def metrics(directory: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics; one that is being written is left out."""
+    lines, path = [], directory / "metrics.jsonl"
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            lines.append(json.loads(line))
+    return lines
