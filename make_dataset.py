@@ -460,10 +460,8 @@ def report(dataset: "Dataset") -> None:
     task, returns, success = get_task(dataset.env), dataset.episode_return, dataset.episode_success
     size = sum(shard.path.stat().st_size for shard in dataset.shards)
     length = dataset.plan["episode_length"]
-    expert = f" (paper's expert {task.expert_score}"
-    if length < task.max_steps:
-        expert += f" within {task.max_steps} steps, these have at most {length}"
-    expert += ")"
+    steps = f" within {task.max_steps} steps, these have at most {length}" if length < task.max_steps else ""
+    expert = f" (paper's expert {task.expert_score}{steps})"
     print(f"{dataset.folder}: {len(dataset.shards)} shards, {dataset.num_transitions:,} transitions in "
           f"{dataset.num_episodes:,} episodes, {size / 1e9:.2f} GB")  # fmt: skip
     if success is not None:

@@ -2,7 +2,6 @@
 
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from common.dataset import Dataset
 from common.distractors import DistractorConfig
 from common.envs import make_env
 from common.experts import load_expert
-from common.shards import read_shard
+from common.shards import read_shard, write_shard
 from make_dataset import Args, Split, default_args, episode_seed, make_plan
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +27,7 @@ WORDS = [
     *("--camera-scale", "0.1", "--train-transitions", "170", "--test-transitions", "70", "--episodes-per-shard", "2"),
 ]
 DCS, DMW = "walker-run", "reach"
-MANY = ("--train-transitions", 1200)  # ten shards, so that there is one left to make whenever a process is killed
+MANY = ("--train-transitions", 720)  # six shards, so that there is one left to make whenever a process is killed
 
 
 def arguments(data_dir: Path, env: str, *words: object) -> Args:
@@ -101,6 +100,8 @@ def test_content(data_dir, env):
         np.testing.assert_array_equal(data.action[t], expert.act(data.state)[t])
         assert np.isnan(data.action[last]).all() and (data.reward[t] > 0).any()
         assert (data.plan["expert"], data.plan["expert_sha256"]) == (expert.name, expert.sha256)
+        command = data.command.split()[2:]  # that the shards remember
+        assert make_plan(tyro.cli(Args, args=command, default=default_args(command)), split) == data.plan
         seeds = [seed for shard in data.shards for seed in shard.episodes["seed"]]
         assert seeds == [episode_seed(data.plan, episode) for episode in range(data.num_episodes)]
         clips[split] = {name for shard in data.shards for name in shard.episodes["background"]}
@@ -147,7 +148,7 @@ def test_complete_sets_are_left_alone_and_shown(data_dir, monkeypatch, capsys):
     """With `--env all`, which asks of each task what its own command does."""
     monkeypatch.setattr(make_dataset, "TASKS", {env: make_dataset.TASKS[env] for env in (DCS, DMW)})
     before = {path: path.stat().st_mtime_ns for path in data_dir.rglob("*.h5")}
-    argv = [*WORDS, "--env", "all", "--data-dir", str(data_dir), "--preview", "--split", "test"]
+    argv = [*WORDS, "--env", "all", "--data-dir", str(data_dir), "--split", "test"]
     args = tyro.cli(Args, args=argv, default=default_args(argv))
     make_dataset.main(args, argv)
     assert before == {path: path.stat().st_mtime_ns for path in data_dir.rglob("*.h5")}
@@ -157,12 +158,14 @@ def test_complete_sets_are_left_alone_and_shown(data_dir, monkeypatch, capsys):
         "paper's expert 738.37 within 1000 steps, these have at most 60)",
         "(paper 0.6729)",
         f"{DMW}/test: 1 shards",
-        f"success rate {test_set.episode_success.mean():.3f} (paper's expert 1.0 within 500 steps, these have at most 60)",
+        f"success rate {test_set.episode_success.mean():.3f} (paper's expert 1.0 within 500 steps",
         test_set.hash,
-        str(data_dir / DMW / "test.png"),
     ):
         assert text in output
-    assert "frames made" not in output and (data_dir / DCS / "test.png").stat().st_size > 10_000
+    assert "frames made" not in output
+    make_dataset.main(arguments(data_dir, DCS, "--preview", "--split", "test"))
+    assert f"preview {data_dir / DCS}/test.png" in capsys.readouterr().out
+    assert (data_dir / DCS / "test.png").stat().st_size > 10_000
     args.verify = True
     make_dataset.main(args, argv)
     assert capsys.readouterr().out.count("shards are as they were written") == 2
@@ -207,32 +210,10 @@ def test_meta_world_is_the_same_for_two_processes(data_dir, tmp_path):
     assert code == 0, errors
     assert files(tmp_path / DMW) == files(data_dir / DMW, "*.h5")
     count = len(list((tmp_path / DMW / "train").iterdir()))
-    args = arguments(tmp_path, DMW)
-    surplus = tmp_path / DMW / "train" / f"{count:05d}.h5"
-    maker = make_dataset.Maker(args, tick=lambda: None)
-    maker.make(surplus, make_plan(args, "train"))
-    maker.close()
-    make_dataset.main(args)
+    first = read_shard(tmp_path / DMW / "train" / "00000.h5")
+    write_shard(first.path.with_name(f"{count:05d}.h5"), first.plan, first.arrays, first.episodes)
+    make_dataset.main(arguments(tmp_path, DMW))
     assert files(tmp_path / DMW) == files(data_dir / DMW, "*.h5")
-
-
-def test_shards_until_the_transitions_suffice(tmp_path):
-    """Meta-World's rule: the same shards are needed in whatever order several workers finish them."""
-    plan = {"num_shards": None, "num_transitions": 100}
-    lengths, surplus = [30, 50, 10, 40, 20, 60, 50, 50], []
-    for seed in range(30):
-        rng, split, running = np.random.default_rng(seed), Split(tmp_path, plan), []
-        while not split.is_complete():
-            for path in split.candidates():  # as long as one of up to three workers is idle
-                if len(running) <= seed % 3 and path not in split.transitions and path not in running:
-                    running.append(path)
-                if len(running) > seed % 3:
-                    break
-            path = running.pop(rng.integers(len(running)))
-            split.transitions[path] = lengths[int(path.stem)]
-        assert [int(path.stem) for path in split.candidates()] == [0, 1, 2, 3]
-        surplus.append(len(split.transitions) - 4)
-    assert 0 < max(surplus) <= 3
 
 
 def test_full_disk(tmp_path):
@@ -255,11 +236,8 @@ def test_full_disk(tmp_path):
         (DCS, ("--episode-length", 1001), "ends after 1000 steps"),
         (DCS, ("--image-size", 60), "--image-size is 60, must be a multiple of 8"),
         (DCS, ("--expert", "scripted"), "no scripted expert for walker-run: choose student or laom"),
-        (DCS, ("--expert-dir", "nowhere"), "nowhere"),
-        (DCS, ("--backgrounds", "nowhere"), "nowhere"),
         (DCS, ("--train-transitions", 10**10, "--episodes-per-shard", 10**5), "GB are free; make room"),
         (DMW, ("--expert", "student"), "no student expert for reach: choose scripted"),
-        (DMW, ("--expert-dir", "somewhere"), "--expert-dir has no meaning for reach"),
         ("all", ("--episode-length", 501), "--episode-length is 501, but reach ends after 500 steps"),
         (DCS, ("--verify",), "no dataset here; make it with"),
     ],
@@ -277,7 +255,6 @@ def test_impossible_arguments(tmp_path, monkeypatch, env, words, match):
     [
         (("--seed", 1), "seed: 0 -> 1"),
         (("--camera-scale", 0.2), "distractors.camera_scale: 0.1 -> 0.2"),
-        (("--num-videos", 1), "distractors.clips.synthetic-train-01"),
         (("--render", "clean"), "renders"),
     ],
 )
@@ -285,19 +262,6 @@ def test_other_settings_are_refused(data_dir, words, field):
     with pytest.raises(UserError) as error:
         make_dataset.main(arguments(data_dir, DCS, *words))
     assert field in str(error.value) and "another --data-dir for a new set" in str(error.value)
-
-
-def test_verify_names_file_episode_and_repair(data_dir, tmp_path):
-    shutil.copytree(data_dir / DCS, tmp_path / DCS)
-    path = tmp_path / DCS / "test" / "00000.h5"
-    data, row = path.read_bytes(), read_shard(path).arrays["clean/observation"][61].tobytes()
-    path.write_bytes(data.replace(row, row[::-1]))
-    with pytest.raises(UserError) as error:
-        make_dataset.main(arguments(tmp_path, DCS, "--verify"))
-    assert f"{path}: episode 1 of clean/observation does not match its hash" in str(error.value)
-    command = str(error.value).split("&& python make_dataset.py ")[1].split()
-    remembered = tyro.cli(Args, args=command, default=default_args(command))
-    assert remembered.data_dir == tmp_path and make_plan(remembered, "test") == read_shard(path).plan
 
 
 # ------------------------------------------------------------------------------------------------------------- defaults
@@ -326,14 +290,3 @@ def test_shards_of_paper_scale_fit_in_memory():
     plan = make_plan(args, "train")
     size = make_dataset.frame_bytes(plan) * plan["episodes_per_shard"] * (plan["episode_length"] + 1)
     assert plan["num_episodes"] == 9000 and 0.9 * make_dataset.SHARD_BYTES < size <= make_dataset.SHARD_BYTES
-
-
-def test_episode_seeds_differ():
-    seeds = {
-        episode_seed({"env": env, "split": split, "seed": seed}, episode)
-        for env in (DCS, "hopper-hop")
-        for split in ("train", "test")
-        for seed in (0, 1)
-        for episode in range(500)
-    }
-    assert len(seeds) == 4000 and 0 <= min(seeds) and max(seeds) < 2**63
