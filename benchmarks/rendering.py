@@ -21,10 +21,10 @@ from typing import Any, Literal
 import numpy as np
 
 from benchmarks import about
-from common import runs
 from common.cli import Count, NotNegative, Stopped, cli, stop_requested
 from common.distractors import DistractorConfig
 from common.envs import make_env
+from common.store import write_json
 from common.tasks import TASKS
 
 Kind = Literal["physics", "clean", "distractor", "both", "masks"]
@@ -132,7 +132,7 @@ def main(args: Args) -> None:
                 print(f"{env_name}, {quality}, {kind}: {rates}, {entry['renderer'] or 'no OpenGL'}", flush=True)
     if args.out is not None:
         facts = {"mujoco_gl": os.environ.get("MUJOCO_GL"), "measurements": measurements}
-        runs.write_json(args.out, about("benchmarks.rendering", args) | facts)
+        write_json(args.out, about("benchmarks.rendering", args) | facts)
         print(f"written: {args.out}")
 
 

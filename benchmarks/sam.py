@@ -20,9 +20,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from benchmarks import about, clock, peak_memory_gib, reset_peak_memory
+from benchmarks import about, clock
 from common import runs, sam
 from common.cli import Count, cli
+from common.store import write_json
 
 FRAME_SIZE = 64  # of the Control Suite
 BOX = (13, 24, 54, 50)
@@ -121,13 +122,13 @@ def main(args: Args) -> None:
             predictor = sam.load_predictor(args.model, None, size, device)
             if compiled:
                 sam.compile_predictor(predictor)
-            reset_peak_memory(device)
+            runs.reset_peak_memory(device)
             try:
                 if path == "package":
                     entry |= time_package(predictor, args, device)
                 else:
                     entry |= time_ours(predictor, args, batch, device)
-                entry["peak_memory_gib"] = peak_memory_gib(device)
+                entry["peak_memory_gib"] = runs.peak_memory_gib(device)
                 print(
                     f"{name}: {entry['frames_per_s']:,.2f} frames/s, peak {entry['peak_memory_gib']:.2f} GiB",
                     flush=True,
@@ -137,7 +138,7 @@ def main(args: Args) -> None:
                 print(f"{name}: {entry['error']}", flush=True)
             record["rows"].append(entry)
             if args.out is not None:
-                runs.write_json(args.out, record)
+                write_json(args.out, record)
 
 
 if __name__ == "__main__":

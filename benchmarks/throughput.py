@@ -35,9 +35,10 @@ from torch import Tensor, nn
 from torch.utils import benchmark
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import about, clock, peak_memory_gib, reset_peak_memory
+from benchmarks import about, clock
 from common import runs
 from common.cli import Count, NotNegative, UserError, cli
+from common.store import write_json
 
 # Dense bf16 peaks in TFLOP/s from NVIDIA's data sheets, without sparsity; the longest name that fits a card wins.
 BF16_PEAK = {
@@ -180,7 +181,7 @@ class TimedSampler:
                 yield self._sampler.next() if repeated is None else repeated
             begin = clock(device)
             warmup_seconds = begin - start
-            reset_peak_memory(device)
+            runs.reset_peak_memory(device)
             rates = []
             for _ in range(options.windows):
                 start, updates = begin, 0
@@ -193,7 +194,7 @@ class TimedSampler:
                 "samples_per_s": statistics.median(rates),
                 "samples_per_s_windows": rates,
                 "seconds_per_update": self._sampler.batch_size / statistics.median(rates),
-                "peak_memory_gib": peak_memory_gib(device),
+                "peak_memory_gib": runs.peak_memory_gib(device),
                 "warmup_seconds": warmup_seconds,  # with torch.compile's work
             }
         raise LoopTimed
@@ -288,7 +289,7 @@ def main(args: Any) -> None:
 
     def save() -> None:
         if args.out is not None:
-            runs.write_json(args.out, result)
+            write_json(args.out, result)
 
     def add(variant: str, changed: Any, entry: dict[str, Any]) -> None:
         entry = {"variant": variant, "compile": changed.compile, "channels_last": changed.channels_last} | entry
