@@ -16,8 +16,8 @@ import lapo_slots
 from common import evaluation, runs, slots
 from common.dataset import Dataset, Sampler, sequential
 from common.dino import FeatureSampler, load_dino
-from common.weights import weights_hash
 from common.errors import UserError
+from common.weights import weights_hash
 
 VIT = "vit_small_patch14_dinov2"
 GOLDEN = Path(__file__).with_name("golden_losses.json")

@@ -330,7 +330,7 @@ def test_names_of_variants() -> None:
     assert names == ["default", "lam-lr=0.2"]
     changes = {"quick": True, "distractors": False, "num_labels": (5, 7), "seed": 3}
     assert runs.variant_name(lapo.Args(**changes), lapo.Args()) == "quick_no-distractors_num-labels=7"
-    many = {field: 1 / 3 for field in ("lam_lr", "policy_lr", "decoder_lr", "weight_decay", "lam_epochs", "lam_clip")}
+    many = dict.fromkeys(("lam_lr", "policy_lr", "decoder_lr", "weight_decay", "lam_epochs", "lam_clip"), 1 / 3)
     names = {runs.variant_name(lapo.Args(**many, policy_clip=clip), lapo.Args()) for clip in (1 / 3, 1 / 7)}
     assert len(names) == 2 and all(len(name) == 180 for name in names)  # cut, and still told apart
 
