@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch

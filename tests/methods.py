@@ -186,7 +186,6 @@ def _run_script(script: str, words: list[str], output: Path, file_limit: int | N
     torch.set_num_threads(1)
     sys.argv = [f"{script}.py", *words]
     module = importlib.import_module(script)
-    from multiprocessing import util; util.Finalize(None, lambda: open("/tmp/tm_cpu.log","a").write(f"{script} {time.process_time():.2f} {words[-4:]}\n"), exitpriority=1)  # TMP
     cli(module.main, module.defaults)
 
 
