@@ -119,13 +119,14 @@ def default_args(argv: list[str]) -> Args:
     return args
 
 
-def task_args(argv: list[str], env: str) -> Args:
+def task_args(args: Args, argv: list[str], env: str) -> Args:
     """What a command line with `--env all` asks of one task. An expert of the Control Suite is for that suite only."""
     argv = [*argv, "--env", env]  # the last one counts
-    args = tyro.cli(Args, args=argv, default=default_args(argv))
+    paths = {name: getattr(args, name) for name in ("data_dir", *PATH_FIELDS)}  # those of `args` have ~ expanded
+    one = replace(tyro.cli(Args, args=argv, default=default_args(argv)), **paths)
     if get_task(env).suite == "dmw":
-        args = replace(args, expert=default_expert(env), expert_dir=None)
-    return args
+        one = replace(one, expert=default_expert(env), expert_dir=None)
+    return one
 
 
 def describe_command(args: Args) -> str:
@@ -374,8 +375,8 @@ def work(connection: Any, counts: Any, worker: int, parent: int, args: Args, spl
 
     counts: frames of each worker; the last entry tells all to stop.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches all processes of a terminal; the parent decides
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # A Ctrl-C reaches all processes of a terminal, a scheduler's signal all of a job; the parent decides.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
     def tick() -> None:
         counts[worker] += 1
@@ -511,7 +512,7 @@ def main(args: Args, argv: list[str] | None = None) -> None:
 
     argv = sys.argv[1:] if argv is None else argv
     names = SPLITS if args.split == "both" else (args.split,)
-    tasks = [task_args(argv, env) for env in TASKS] if args.env == "all" else [args]
+    tasks = [task_args(args, argv, env) for env in TASKS] if args.env == "all" else [args]
     if args.verify:
         for one, name in itertools.product(tasks, names):
             verify(Dataset(args.data_dir, one.env, name, render=None))

@@ -183,10 +183,11 @@ def test_interrupted_in_every_way_gives_the_same_files(tmp_path):
     killed.communicate()
     wait_until(lambda: not Path(f"/proc/{worker}").exists())  # the worker notices that its parent is gone
 
-    stopped, orphaned = (start(tmp_path / "killed", DCS, *MANY, "--workers", 1) for _ in range(2))
+    words = (tmp_path / "killed", DCS, *MANY, "--workers", 1)
+    stopped, orphaned = (start(*words, start_new_session=True) for _ in range(2))
     wait_until(lambda: len(list(folder.glob(".*.claim"))) == 2, stopped, orphaned)
     os.kill(worker_of(orphaned), signal.SIGKILL)
-    stopped.send_signal(signal.SIGTERM)
+    os.killpg(stopped.pid, signal.SIGTERM)  # as a scheduler does; the parent decides, not the worker
     code, _, errors = finish(stopped)
     assert code == 128 + signal.SIGTERM and "Traceback" not in errors
     assert "make_dataset.py: stopped: the complete shards in" in errors and "rerun the same command to resume" in errors
@@ -221,7 +222,7 @@ def test_full_disk(tmp_path):
     process = start(tmp_path, DCS, "--workers", 1, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
     code, _, errors = finish(process)
     assert code == 1 and "Traceback" not in errors
-    assert f"error: the disk is full (or a quota is) while writing {tmp_path / DCS}/train/00000.h5; make" in errors
+    assert f"error: {tmp_path / DCS}/train/00000.h5: File too large; make room and rerun" in errors
     assert not files(tmp_path)
 
 
@@ -278,7 +279,8 @@ def test_defaults():
     with pytest.raises(UserError, match="did you mean 'walker-run'"):
         default_args(["--env", "walker"])
     argv = ["--expert", "laom", "--env", "all", "--quick", "--expert-dir", "here", "--seed", "3"]
-    cheetah, push = make_dataset.task_args(argv, "cheetah-run"), make_dataset.task_args(argv, "push")
+    args = tyro.cli(Args, args=argv, default=default_args(argv))
+    cheetah, push = (make_dataset.task_args(args, argv, env) for env in ("cheetah-run", "push"))
     assert (cheetah.env, cheetah.expert, cheetah.expert_dir) == ("cheetah-run", "laom", Path("here"))
     assert (push.env, push.expert, push.expert_dir, push.seed) == ("push", "scripted", None, 3)
     assert (cheetah.train_transitions, push.train_transitions, push.image_size) == (15_000, 6_000, 64)
