@@ -35,6 +35,7 @@ from common.experts import (
 )
 from common.runs import jsonable, versions
 from common.store import atomic_path
+from common.tasks import get_task
 
 
 @dataclass
@@ -114,19 +115,19 @@ def rollout(
 
 def distil(args: Args, env: gymnasium.Env, teacher: Expert, tick: Callable[[], None]) -> dict[str, np.ndarray]:
     """DAgger: returns the fitted student's tensors, as `student_from_tensors` takes them."""
-    generator = torch.Generator().manual_seed(args.seed)
+    task, generator = get_task(teacher.env), torch.Generator().manual_seed(args.seed)
     hidden_size = args.hidden_size or (256 if teacher.env == "humanoid-walk" else 160)
     torch.manual_seed(args.seed)
     student = nn.Sequential(  # of normalised states
-        nn.Linear(teacher.state_dim, hidden_size),
+        nn.Linear(task.state_dim, hidden_size),
         nn.ReLU(),
         nn.Linear(hidden_size, hidden_size),
         nn.ReLU(),
-        nn.Linear(hidden_size, teacher.action_dim),
+        nn.Linear(hidden_size, task.action_dim),
     )
     optimizer = torch.optim.Adam(student.parameters())
-    states = np.empty((0, teacher.state_dim), np.float32)
-    labels = np.empty((0, teacher.action_dim), np.float32)
+    states = np.empty((0, task.state_dim), np.float32)
+    labels = np.empty((0, task.action_dim), np.float32)
     tensors: dict[str, np.ndarray] = {}
     for index in range(args.rounds):
         driver = student_from_tensors(teacher.env, tensors) if tensors else teacher
@@ -134,7 +135,7 @@ def distil(args: Args, env: gymnasium.Env, teacher: Expert, tick: Callable[[], N
         seeds = [episode_seed(args.seed, first + i) for i in range(args.episodes_per_round)]
         noise = args.action_noise if index % 2 else 0.0
         visited, _, returns = rollout(env, driver, seeds, tick, noise, args.seed)
-        visited = visited.reshape(-1, teacher.state_dim)
+        visited = visited.reshape(-1, task.state_dim)
         states = np.concatenate([states, visited])
         labels = np.concatenate([labels, teacher.act(visited)])
 
@@ -170,18 +171,22 @@ def episode_seed(seed: int, index: int, evaluation: bool = False) -> int:
     return 2 * index + 1 if evaluation else 2 * (10_000 * seed + index)
 
 
-def action_variance(actions: np.ndarray) -> float:
-    """Mean per-dimension variance of clipped actions (T, N, A), as the paper's table has it."""
-    return float(actions.clip(-1, 1).var(axis=(0, 1), dtype=np.float64).mean())
+def evaluate(env: gymnasium.Env, policy: Expert, seeds: list[int], tick: Callable[[], None]) -> dict[str, float]:
+    """Mean and deviation of the return, and the mean per-dimension variance of the actions, as the paper's table."""
+    _, actions, returns = rollout(env, policy, seeds, tick)
+    return {
+        "return_mean": round(returns.mean(), 3),
+        "return_std": round(returns.std(), 3),
+        "action_variance": round(float(actions.var(axis=(0, 1), dtype=np.float64).mean()), 4),
+    }
 
 
 def save_student(path: Path, tensors: dict[str, np.ndarray], metadata: dict) -> None:
     """Writes a safetensors file, whole or not at all. The header is sorted, so equal content gives equal bytes."""
     text = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
-    content = save(tensors, text)
+    content = save(tensors)
     size = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + size])
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    header = {"__metadata__": dict(sorted(text.items()))} | json.loads(content[8 : 8 + size])
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     with atomic_path(path) as temporary:
@@ -196,20 +201,17 @@ def make_expert(args: Args, env_name: str) -> None:
     episodes = args.rounds * args.episodes_per_round + 2 * args.eval_episodes
     updates = (args.rounds - 1) * args.updates_per_round + args.final_updates
     # A step and an update do not take the same time, but rounds of both alternate.
-    progress = Progress(env_name, episodes * env.max_steps + updates, "steps and updates")
+    with Progress(env_name, episodes * env.max_steps + updates, "steps and updates") as progress:
 
-    def tick() -> None:
-        progress.update(1)
-        if stop_requested():
-            raise Stopped(f"{path} was not written; `python make_experts.py --env {env_name}` starts it again")
+        def tick() -> None:
+            progress.update(1)
+            if stop_requested():
+                raise Stopped(f"{path} was not written; `python make_experts.py --env {env_name}` starts it again")
 
-    try:
         tensors = distil(args, env, teacher, tick)
         seeds = [episode_seed(args.seed, i, evaluation=True) for i in range(args.eval_episodes)]
-        _, teacher_actions, teacher_returns = rollout(env, teacher, seeds, tick)
-        _, actions, returns = rollout(env, student_from_tensors(env_name, tensors), seeds, tick)
-    finally:
-        progress.close()
+        student_scores = evaluate(env, student_from_tensors(env_name, tensors), seeds, tick)
+        teacher_scores = evaluate(env, teacher, seeds, tick)
 
     metadata = {
         "format_version": EXPERT_FORMAT_VERSION,
@@ -218,23 +220,21 @@ def make_expert(args: Args, env_name: str) -> None:
         "teacher_sha256": teacher.sha256,
         "weights_sha256": weights_sha256(tensors),
         "hidden_sizes": [len(tensors[f"{layer}.bias"]) for layer in (0, 1)],
-        "return_mean": round(returns.mean(), 3),
-        "return_std": round(returns.std(), 3),
-        "teacher_return_mean": round(teacher_returns.mean(), 3),
-        "teacher_return_std": round(teacher_returns.std(), 3),
-        "action_variance": round(action_variance(actions), 4),
-        "teacher_action_variance": round(action_variance(teacher_actions), 4),
+        **student_scores,
+        **{f"teacher_{name}": value for name, value in teacher_scores.items()},
         "episodes": args.eval_episodes,
         "seed": args.seed,
         "settings": {k: v for k, v in jsonable(args).items() if k not in ("env", "expert_dir", "output_dir", "seed")},
         "versions": versions(),
     }
     save_student(path, tensors, metadata)
-    for who, values, acted in (("teacher", teacher_returns, teacher_actions), ("student", returns, actions)):
+    for who, scores in (("teacher", teacher_scores), ("student", student_scores)):
         print(
-            f"  {who} returns {values.mean():.1f} +- {values.std():.1f}, action variance {action_variance(acted):.3f}"
+            f"  {who} returns {scores['return_mean']:.1f} +- {scores['return_std']:.1f}, "
+            f"action variance {scores['action_variance']:.3f}"
         )
-    print(f"  wrote {path}, {returns.mean() / teacher_returns.mean():.3f} of the teacher's return")
+    ratio = student_scores["return_mean"] / teacher_scores["return_mean"]
+    print(f"  wrote {path}, {ratio:.3f} of the teacher's return")
 
 
 def main(args: Args) -> None:

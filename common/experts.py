@@ -86,55 +86,32 @@ class Expert:
     metadata: dict = field(default_factory=dict)
     """What `make_experts.py` wrote beside the weights: returns, settings, versions. Empty for the teachers."""
 
-    @property
-    def state_dim(self) -> int:
-        return self.layers[0][0].shape[0]
-
-    @property
-    def action_dim(self) -> int:
-        return self.layers[-1][0].shape[1]
-
     def act(self, state: np.ndarray) -> np.ndarray:
-        """state (S,) or (B, S), in alphabetical key order -> float32 action (A,) or (B, A), not clipped.
-
-        Raises ValueError if the state has another size.
-        """
-        state = np.asarray(state, np.float32)
-        if state.ndim not in (1, 2) or state.shape[-1] != self.state_dim:
-            raise ValueError(f"{self.env}: state has shape {state.shape}, expected (..., {self.state_dim})")
+        """float32 state (S,) or (B, S), in alphabetical key order -> float32 action (A,) or (B, A), not clipped."""
         x = np.clip((np.atleast_2d(state) - self.mean) / self.std, -self.clip, self.clip)
         for weight, bias in self.layers[:-1]:
             x = self.activation(_linear(x, weight, bias))
         x = _linear(x, *self.layers[-1])
         if self.squash:
             x = np.tanh(x)
-        return x.reshape(*state.shape[:-1], self.action_dim)
+        return x if state.ndim == 2 else x[0]
 
 
 @dataclass(frozen=True)
 class ScriptedExpert:
     """A scripted policy of Meta-World. Its commands are clipped to [-1, 1], as the environment does."""
 
-    env: str
     policy: Any
     sha256: str
     """Of the policy's source code and of what it calls in the same package."""
     name: Literal["scripted"] = "scripted"
-    state_dim: int = 39
-    action_dim: int = 4
 
     def act(self, state: np.ndarray) -> np.ndarray:
-        """state (S,) or (B, S) -> float32 action (A,) or (B, A), in [-1, 1]. ValueError if the state has another size.
-
-        The state tells the goal, as that of `common.envs.make_env` does.
-        """
-        state = np.asarray(state)
-        if state.ndim not in (1, 2) or state.shape[-1] != self.state_dim:
-            raise ValueError(f"{self.env}: state has shape {state.shape}, expected (..., {self.state_dim})")
+        """state (S,), which tells the goal as that of `common.envs.make_env` does -> float32 action (A,) in [-1, 1]."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Constant")  # that it commands more than 1
-            actions = [self.policy.get_action(row.copy()) for row in np.atleast_2d(state)]  # some write into it
-        return np.clip(actions, -1, 1).astype(np.float32).reshape(*state.shape[:-1], self.action_dim)
+            action = self.policy.get_action(state.copy())  # some policies write into it
+        return np.clip(action, -1, 1).astype(np.float32)
 
 
 def load_expert(env: str, kind: ExpertName = "student", expert_dir: Path | None = None) -> Expert | ScriptedExpert:
@@ -166,7 +143,7 @@ def _load_scripted(env: str) -> ScriptedExpert:
     policies = import_simulator("metaworld.policies")
     policy = policies.ENV_POLICY_MAP[f"{env}-v3"]()
     sources = [inspect.getsource(part) for part in (type(policy), policies.policy, policies.action)]
-    return ScriptedExpert(env, policy, hashlib.sha256("".join(sources).encode()).hexdigest())
+    return ScriptedExpert(policy, hashlib.sha256("".join(sources).encode()).hexdigest())
 
 
 def weights_sha256(tensors: dict[str, np.ndarray]) -> str:
@@ -195,52 +172,40 @@ def student_from_tensors(env: str, tensors: dict[str, np.ndarray], metadata: dic
 
 
 def _load_student(env: str, path: Path) -> Expert:
-    remedy = f"`git checkout experts/{env}.safetensors` restores it, `python make_experts.py --env {env}` makes it anew"
     try:
         with safe_open(path, "numpy") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-            raw = file.metadata() or {}
-        metadata = {key: value if key in TEXT_METADATA else json.loads(value) for key, value in raw.items()}
+            text = file.metadata() or {}
+        metadata = {key: value if key in TEXT_METADATA else json.loads(value) for key, value in text.items()}
+        if (metadata.get("format_version"), metadata.get("env")) != (EXPERT_FORMAT_VERSION, env):
+            raise ValueError(f"it is of format {metadata.get('format_version')} and for {metadata.get('env')}")
+        if weights_sha256(tensors) != metadata.get("weights_sha256"):
+            raise ValueError("its weights do not match their sha256")
     except (OSError, SafetensorError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): {remedy}.") from error
-    if (metadata.get("format_version"), metadata.get("env")) != (EXPERT_FORMAT_VERSION, env):
-        other = f"format {metadata.get('format_version')} expert for {metadata.get('env')}"
-        raise UserError(f"{path} is a {other}, not a format {EXPERT_FORMAT_VERSION} expert for {env}: {remedy}.")
-    if weights_sha256(tensors) != metadata.get("weights_sha256"):
-        raise UserError(f"{path} is damaged, its weights do not match their sha256: {remedy}.")
+        raise UserError(
+            f"{path} is no format {EXPERT_FORMAT_VERSION} expert for {env} ({error}): `git checkout "
+            f"experts/{env}.safetensors` restores it, `python make_experts.py --env {env}` makes it anew."
+        ) from error
     return student_from_tensors(env, tensors, metadata, _sha256(path))
 
 
 def _load_laom(env: str, expert_dir: Path | None) -> Expert:
-    name, expected = LAOM_FILES[env], LAOM_SHA256[env]
-    if expert_dir is None:
-        path = _download_laom(name, expected)
-    else:
-        path = expert_dir / name
-        advice = f"download it from {LAOM_URL}{name}, or leave --expert-dir out"
-        if not path.is_file():
-            raise UserError(f"{path} is missing: {advice}.")
-        if (actual := _sha256(path)) != expected:
-            raise UserError(f"{path} is not the published file (sha256 {actual}, expected {expected}): {advice}.")
-    return _read_laom(env, path, expected)
-
-
-def _download_laom(name: str, expected: str) -> Path:
-    """The file in the user's cache, downloaded if it is missing or another one; whole or not at all."""
     import pooch
-
-    try:
-        return Path(pooch.retrieve(LAOM_URL + name, expected, fname=name, path=pooch.os_cache("laom")))
-    except (OSError, ValueError) as error:  # no network; another file than this project was made with
-        raise UserError(
-            f"{LAOM_URL}{name} cannot be downloaded ({error}): try again, use --expert-dir DIR with a copy of the LAOM "
-            "checkpoints, or use the shipped students (--expert student)."
-        ) from error
-
-
-def _read_laom(env: str, path: Path, sha256: str) -> Expert:
     import torch  # only here: workers that use a student need no torch
 
+    name, expected = LAOM_FILES[env], LAOM_SHA256[env]
+    try:
+        if expert_dir is None:  # in the user's cache, downloaded if it is missing or another one
+            path = Path(pooch.retrieve(LAOM_URL + name, expected, fname=name, path=pooch.os_cache("laom")))
+        else:
+            path = expert_dir / name
+            if (actual := _sha256(path)) != expected:
+                raise ValueError(f"{path} has sha256 {actual}, expected {expected}")
+    except (OSError, ValueError) as error:  # missing; no network; not the published file
+        raise UserError(
+            f"no expert for {env} ({error}): try again to download {LAOM_URL}{name}, use --expert-dir DIR with a copy "
+            f"of it at DIR/{name}, or use the shipped students (--expert student)."
+        ) from error
     from_sac = path.suffix == ".zip"
     if from_sac:  # stable-baselines3; its other members hold pickles and stay unread
         with zipfile.ZipFile(path) as archive, archive.open("policy.pth") as file:
@@ -257,7 +222,7 @@ def _read_laom(env: str, path: Path, sha256: str) -> Expert:
     return Expert(
         env=env,
         name="laom",
-        sha256=sha256,
+        sha256=expected,
         mean=mean,
         std=std,
         clip=np.inf if from_sac else 10.0,
