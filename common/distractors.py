@@ -12,7 +12,7 @@ import shutil
 import zipfile
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import imageio.v3 as iio
@@ -53,7 +53,7 @@ class Clip:
     """A background clip, decoded at first use."""
 
     name: str
-    load: Callable[[], np.ndarray] = field(repr=False)
+    load: Callable[[], np.ndarray]
     mirror: bool = False
 
     @functools.cached_property
@@ -64,16 +64,15 @@ class Clip:
 
 
 @functools.cache
-def load_clips(config: DistractorConfig, task: Task, split: str, image_size: int | None = None) -> list[Clip]:
+def load_clips(config: DistractorConfig, task: Task, split: str, image_size: int) -> list[Clip]:
     """The clips of a split, in sorted order, square and at the size that is rendered; cached per process.
 
     On DCS a frame covers one skybox face (`FACE_SCALE` times the image size) and is mirrored, because the face is seen
     from the inside; on DMW it covers the image. A user's clips are split by 80% for training and the rest for testing.
     Raises `UserError` if there are no clips or fewer than `config.num_videos`.
     """
-    size, on_skybox = image_size or task.image_size, task.suite == "dcs"
-    if on_skybox:
-        size = round(FACE_SCALE * size)
+    on_skybox = task.suite == "dcs"
+    size = round(FACE_SCALE * image_size) if on_skybox else image_size
     if config.backgrounds == "synthetic":
         numbers = range(SYNTHETIC_CLIPS)
         loads = {f"synthetic-{split}-{n:02d}": functools.partial(synthetic_clip, split, n, size) for n in numbers}
@@ -82,19 +81,16 @@ def load_clips(config: DistractorConfig, task: Task, split: str, image_size: int
     clips = [Clip(name, load, mirror=on_skybox) for name, load in loads.items()]
     needed = config.num_videos or 1
     if len(clips) < needed:
-        advice = (
-            "the first 80% of a folder's clips (image folders or video files) are for training, the rest for testing"
-        )
-        if config.backgrounds == "davis":
-            advice = f"remove {config.davis_dir} to download DAVIS again, or use --backgrounds synthetic"
         raise UserError(
-            f"--backgrounds {config.backgrounds} has {len(clips)} clips in the {split} split, but {needed} "
-            f"(--num-videos) are needed; {advice}"
+            f"--backgrounds {config.backgrounds} has {len(clips)} clips in the {split} split, fewer than {needed} "
+            "(--num-videos). Of a folder's clips (image folders or video files), the first 80% are for training, the "
+            f"rest for testing; DAVIS is downloaded again once {config.davis_dir} is removed; or use "
+            "--backgrounds synthetic"
         )
     return clips[: config.num_videos or (DCS_NUM_VIDEOS if on_skybox else None)]
 
 
-def clips_digest(config: DistractorConfig, task: Task, split: str, image_size: int | None = None) -> dict[str, str]:
+def clips_digest(config: DistractorConfig, task: Task, split: str, image_size: int) -> dict[str, str]:
     """Clip name -> SHA-256 of its frames as rendered, so that reduced and full-size copies of DAVIS do not mix."""
     clips = load_clips(config, task, split, image_size)
     return {clip.name: hashlib.sha256(clip.frames.data).hexdigest() for clip in clips}
@@ -127,9 +123,8 @@ def _listing(folder: Path) -> list[Path]:
 
 
 def _frame_files(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return [path for path in _listing(folder) if path.suffix.lower() in IMAGE_SUFFIXES]
+    files = _listing(folder) if folder.is_dir() else []
+    return [path for path in files if path.suffix.lower() in IMAGE_SUFFIXES]
 
 
 def _read_clip(source: Path, size: int) -> np.ndarray:

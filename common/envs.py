@@ -136,7 +136,7 @@ class DistractingEnv(gymnasium.Env):
     def _observe(self, state: np.ndarray) -> dict[str, np.ndarray]:
         observation = {"state": state.astype(np.float32)}
         if self._offscreen:
-            self._offscreen.make_current()
+            self._offscreen.gl.make_current()
             observation |= self._render()
         return observation
 

@@ -37,6 +37,7 @@ mujoco = import_simulator("mujoco")
 class Offscreen:
     """Draws models of one physics, as one camera sees them; the model called "mask" as segments.
 
+    A process may have several: call `gl.make_current()` before drawing.
     The backend is `MUJOCO_GL` if it is set, else EGL. Raises `UserError` with the packages to install if OpenGL cannot
     start.
     """
@@ -53,8 +54,8 @@ class Offscreen:
         self._visual_option = mujoco.MjvOption()
         backend = os.environ.get("MUJOCO_GL", "").lower().strip() or "egl"
         try:
-            self._gl = importlib.import_module(f"mujoco.{backend}").GLContext(size, size)
-            self._gl.make_current()
+            self.gl = importlib.import_module(f"mujoco.{backend}").GLContext(size, size)
+            self.gl.make_current()
             self.contexts = {name: self._make_context(model, size, name == MASK) for name, model in models.items()}
         except Exception as error:  # the bindings raise anything from AttributeError to their own GLError
             raise UserError(
@@ -88,10 +89,6 @@ class Offscreen:
             scene.flags[mujoco.mjtRndFlag.mjRND_IDCOLOR] = 1
         return scene
 
-    def make_current(self) -> None:
-        """To be called before drawing: a process may have several."""
-        self._gl.make_current()
-
     def draw(self, name: str) -> np.ndarray:
         """A model in the present state: uint8 (H, W, 3) with the lowest row first, overwritten by the next call."""
         scene, context = self.scenes[name], self.contexts[name]
@@ -116,7 +113,7 @@ class Offscreen:
     def close(self) -> None:
         """Free the OpenGL context and all in it."""
         atexit.unregister(self.close)
-        self._gl.make_current()
+        self.gl.make_current()
         for context in self.contexts.values():
             context.free()
-        self._gl.free()
+        self.gl.free()
