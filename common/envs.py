@@ -252,11 +252,12 @@ class DCSEnv(DistractingEnv):
         cosines = -self._FACES @ data.cam_xmat[index].reshape(3, 3)[:, 2]
         cosines[2:4] = abs(cosines[2:4])  # the floor's reflection shows what is above
         frame = self._player.frame
-        # Writing a face takes time. At 45 degrees of view, no corner of a face behind the camera is in the picture.
-        for face in np.flatnonzero(cosines > 0):
+        # Writing a face takes time. At 45 degrees of view, the picture shows no face more than 85.1 degrees aside.
+        for face in np.flatnonzero(cosines > 0.085):
             texels = frame
             if face == self._BELOW:
-                texels = np.ascontiguousarray(frame.swapaxes(0, 1) if along_x else frame[:, ::-1])
+                pixels = frame.view("V3")[..., 0]  # three bytes at once: twice as fast
+                texels = np.ascontiguousarray(pixels.T if along_x else pixels[:, ::-1]).view(np.uint8)
             target = GL.GL_TEXTURE_CUBE_MAP_POSITIVE_X + int(face)
             GL.glTexSubImage2D(target, 0, 0, 0, *frame.shape[1::-1], GL.GL_RGB, GL.GL_UNSIGNED_BYTE, texels)
 
