@@ -10,7 +10,6 @@ takes 2 to 3 minutes of one CPU core (humanoid-walk: 5) and prints the returns o
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,9 +19,8 @@ import numpy as np
 import torch
 from safetensors.numpy import save
 from torch import nn
-from tqdm import tqdm
 
-from common.cli import Count, NotNegative, Positive, Progress, Seed, Stopped, cli, stop_requested
+from common.cli import Count, NotNegative, Positive, Seed, Stopped, cli, stop_requested
 from common.envs import make_env
 from common.experts import (
     EXPERT_FORMAT_VERSION,
@@ -35,6 +33,7 @@ from common.experts import (
 )
 from common.runs import jsonable, versions
 from common.store import atomic_path
+from common.tasks import get_task
 
 
 @dataclass
@@ -80,21 +79,23 @@ def distillation_loss(prediction: torch.Tensor, teacher_action: torch.Tensor) ->
     return error.masked_fill(overshoot, 0).square().mean()
 
 
+def check_signal() -> None:
+    """Raises Stopped if a signal has asked for the end."""
+    if stop_requested():
+        raise Stopped("the expert was not written and starts over")
+
+
 def rollout(
-    env: gymnasium.Env,
-    driver: Expert,
-    seeds: list[int],
-    tick: Callable[[], None],
-    noise: float = 0.0,
-    noise_seed: int = 0,
+    env: gymnasium.Env, driver: Expert, seeds: list[int], noise: float = 0.0, noise_seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One episode per seed; all have the same length T. `tick` is called after each step.
+    """One episode per seed; all have the same length T.
 
     Returns states float32 (T, N, S), the driver's clipped actions float32 (T, N, A), to which the noise is added only
     for the simulator, and returns float64 (N,).
     """
     states, actions, returns = [], [], []
     for seed in seeds:
+        check_signal()
         generator = np.random.default_rng([noise_seed, seed])
         state, done, total = env.reset(seed=seed)[0]["state"], False, 0.0
         states.append([])
@@ -107,34 +108,33 @@ def rollout(
                 action = action + noise * generator.standard_normal(len(action), np.float32)
             observation, reward, terminated, truncated, _ = env.step(action)
             state, done, total = observation["state"], terminated or truncated, total + reward
-            tick()
         returns.append(total)
     return np.stack(states, axis=1), np.stack(actions, axis=1), np.array(returns)
 
 
-def distil(args: Args, env: gymnasium.Env, teacher: Expert, tick: Callable[[], None]) -> dict[str, np.ndarray]:
+def distil(args: Args, env: gymnasium.Env, teacher: Expert) -> dict[str, np.ndarray]:
     """DAgger: returns the fitted student's tensors, as `student_from_tensors` takes them."""
-    generator = torch.Generator().manual_seed(args.seed)
+    task, generator = get_task(teacher.env), torch.Generator().manual_seed(args.seed)
     hidden_size = args.hidden_size or (256 if teacher.env == "humanoid-walk" else 160)
     torch.manual_seed(args.seed)
     student = nn.Sequential(  # of normalised states
-        nn.Linear(teacher.state_dim, hidden_size),
+        nn.Linear(task.state_dim, hidden_size),
         nn.ReLU(),
         nn.Linear(hidden_size, hidden_size),
         nn.ReLU(),
-        nn.Linear(hidden_size, teacher.action_dim),
+        nn.Linear(hidden_size, task.action_dim),
     )
     optimizer = torch.optim.Adam(student.parameters())
-    states = np.empty((0, teacher.state_dim), np.float32)
-    labels = np.empty((0, teacher.action_dim), np.float32)
+    states = np.empty((0, task.state_dim), np.float32)
+    labels = np.empty((0, task.action_dim), np.float32)
     tensors: dict[str, np.ndarray] = {}
     for index in range(args.rounds):
         driver = student_from_tensors(teacher.env, tensors) if tensors else teacher
         first = index * args.episodes_per_round
         seeds = [episode_seed(args.seed, first + i) for i in range(args.episodes_per_round)]
         noise = args.action_noise if index % 2 else 0.0
-        visited, _, returns = rollout(env, driver, seeds, tick, noise, args.seed)
-        visited = visited.reshape(-1, teacher.state_dim)
+        visited, _, returns = rollout(env, driver, seeds, noise, args.seed)
+        visited = visited.reshape(-1, task.state_dim)
         states = np.concatenate([states, visited])
         labels = np.concatenate([labels, teacher.act(visited)])
 
@@ -145,6 +145,7 @@ def distil(args: Args, env: gymnasium.Env, teacher: Expert, tick: Callable[[], N
         updates = args.final_updates if last else args.updates_per_round
         running = 0.0
         for update in range(updates):
+            check_signal()
             scale = 0.5 * (1 + np.cos(np.pi * update / updates)) if last else 1.0
             optimizer.param_groups[0]["lr"] = args.learning_rate * scale
             batch = torch.randint(len(x), (args.batch_size,), generator=generator)
@@ -153,14 +154,14 @@ def distil(args: Args, env: gymnasium.Env, teacher: Expert, tick: Callable[[], N
             loss.backward()
             optimizer.step()
             running += (loss.item() - running) * max(0.01, 1 / (update + 1))
-            tick()
         tensors = {"mean": mean, "std": std}
         for number, layer in enumerate(student[::2]):
             tensors[f"{number}.weight"] = layer.weight.detach().numpy().copy()
             tensors[f"{number}.bias"] = layer.bias.detach().numpy().copy()
-        tqdm.write(
+        print(
             f"  round {index + 1}/{args.rounds}: {'student' if index else 'teacher'} returns {returns.mean():.0f}"
-            f" with action noise {noise}; loss {running:.4f}"
+            f" with action noise {noise}; loss {running:.4f}",
+            flush=True,
         )
     return tensors
 
@@ -170,18 +171,24 @@ def episode_seed(seed: int, index: int, evaluation: bool = False) -> int:
     return 2 * index + 1 if evaluation else 2 * (10_000 * seed + index)
 
 
-def action_variance(actions: np.ndarray) -> float:
-    """Mean per-dimension variance of clipped actions (T, N, A), as the paper's table has it."""
-    return float(actions.clip(-1, 1).var(axis=(0, 1), dtype=np.float64).mean())
+def evaluate(env: gymnasium.Env, policy: Expert, seeds: list[int]) -> dict[str, float]:
+    """Mean and deviation of the return, and the mean per-dimension variance of the actions, as the paper's table."""
+    _, actions, returns = rollout(env, policy, seeds)
+    variance = float(actions.var(axis=(0, 1), dtype=np.float64).mean())
+    print(f"  {policy.name} returns {returns.mean():.1f} +- {returns.std():.1f}, action variance {variance:.3f}")
+    return {
+        "return_mean": round(returns.mean(), 3),
+        "return_std": round(returns.std(), 3),
+        "action_variance": round(variance, 4),
+    }
 
 
 def save_student(path: Path, tensors: dict[str, np.ndarray], metadata: dict) -> None:
     """Writes a safetensors file, whole or not at all. The header is sorted, so equal content gives equal bytes."""
     text = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
-    content = save(tensors, text)
+    content = save(tensors)
     size = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + size])
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    header = {"__metadata__": dict(sorted(text.items()))} | json.loads(content[8 : 8 + size])
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     with atomic_path(path) as temporary:
@@ -193,24 +200,10 @@ def make_expert(args: Args, env_name: str) -> None:
     path = args.output_dir / f"{env_name}.safetensors"
     teacher = load_expert(env_name, "laom", args.expert_dir)
     env = make_env(env_name, renders=(), max_steps=args.max_steps)
-    episodes = args.rounds * args.episodes_per_round + 2 * args.eval_episodes
-    updates = (args.rounds - 1) * args.updates_per_round + args.final_updates
-    # A step and an update do not take the same time, but rounds of both alternate.
-    progress = Progress(env_name, episodes * env.max_steps + updates, "steps and updates")
-
-    def tick() -> None:
-        progress.update(1)
-        if stop_requested():
-            raise Stopped(f"{path} was not written; `python make_experts.py --env {env_name}` starts it again")
-
-    try:
-        tensors = distil(args, env, teacher, tick)
-        seeds = [episode_seed(args.seed, i, evaluation=True) for i in range(args.eval_episodes)]
-        _, teacher_actions, teacher_returns = rollout(env, teacher, seeds, tick)
-        _, actions, returns = rollout(env, student_from_tensors(env_name, tensors), seeds, tick)
-    finally:
-        progress.close()
-
+    tensors = distil(args, env, teacher)
+    seeds = [episode_seed(args.seed, i, evaluation=True) for i in range(args.eval_episodes)]
+    teacher_scores = evaluate(env, teacher, seeds)
+    student_scores = evaluate(env, student_from_tensors(env_name, tensors), seeds)
     metadata = {
         "format_version": EXPERT_FORMAT_VERSION,
         "env": env_name,
@@ -218,23 +211,16 @@ def make_expert(args: Args, env_name: str) -> None:
         "teacher_sha256": teacher.sha256,
         "weights_sha256": weights_sha256(tensors),
         "hidden_sizes": [len(tensors[f"{layer}.bias"]) for layer in (0, 1)],
-        "return_mean": round(returns.mean(), 3),
-        "return_std": round(returns.std(), 3),
-        "teacher_return_mean": round(teacher_returns.mean(), 3),
-        "teacher_return_std": round(teacher_returns.std(), 3),
-        "action_variance": round(action_variance(actions), 4),
-        "teacher_action_variance": round(action_variance(teacher_actions), 4),
+        **student_scores,
+        **{f"teacher_{name}": value for name, value in teacher_scores.items()},
         "episodes": args.eval_episodes,
         "seed": args.seed,
         "settings": {k: v for k, v in jsonable(args).items() if k not in ("env", "expert_dir", "output_dir", "seed")},
         "versions": versions(),
     }
     save_student(path, tensors, metadata)
-    for who, values, acted in (("teacher", teacher_returns, teacher_actions), ("student", returns, actions)):
-        print(
-            f"  {who} returns {values.mean():.1f} +- {values.std():.1f}, action variance {action_variance(acted):.3f}"
-        )
-    print(f"  wrote {path}, {returns.mean() / teacher_returns.mean():.3f} of the teacher's return")
+    ratio = student_scores["return_mean"] / teacher_scores["return_mean"]
+    print(f"  wrote {path}, {ratio:.3f} of the teacher's return")
 
 
 def main(args: Args) -> None:

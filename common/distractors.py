@@ -11,10 +11,11 @@ import re
 import shutil
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+import imageio.v3 as iio
 import numpy as np
 from PIL import Image, ImageOps
 
@@ -23,7 +24,6 @@ from common.store import fill
 from common.tasks import Task
 
 DAVIS_URL = "https://data.vision.ee.ethz.ch/csergi/share/davis/DAVIS-2017-trainval-480p.zip"
-DAVIS_PARTS = ("DAVIS/JPEGImages/480p/", "DAVIS/ImageSets/2017/")  # what is unpacked of it
 DCS_NUM_VIDEOS = 4  # the "easy" setting
 SYNTHETIC_CLIPS = 16  # per split
 SYNTHETIC_FRAMES = 64
@@ -53,72 +53,61 @@ class Clip:
     """A background clip, decoded at first use."""
 
     name: str
-    load: Callable[[], np.ndarray] = field(repr=False)
+    load: Callable[[], np.ndarray]
     mirror: bool = False
 
     @functools.cached_property
     def frames(self) -> np.ndarray:
-        """uint8 (T, size, size, 3), contiguous, read-only; left and right exchanged if `mirror`."""
-        frames = np.ascontiguousarray(self.load()[:, :, ::-1] if self.mirror else self.load())
-        frames.setflags(write=False)
-        return frames
+        """uint8 (T, size, size, 3), contiguous; left and right exchanged if `mirror`."""
+        frames = self.load()
+        return np.ascontiguousarray(frames[:, :, ::-1]) if self.mirror else frames
 
 
 @functools.cache
-def load_clips(config: DistractorConfig, task: Task, split: str, image_size: int | None = None) -> list[Clip]:
+def load_clips(config: DistractorConfig, task: Task, split: str, image_size: int) -> list[Clip]:
     """The clips of a split, in sorted order, square and at the size that is rendered; cached per process.
 
     On DCS a frame covers one skybox face (`FACE_SCALE` times the image size) and is mirrored, because the face is seen
-    from the inside; on DMW it covers the image. Raises `UserError` if there are no clips or fewer than
-    `config.num_videos`.
+    from the inside; on DMW it covers the image. A user's clips are split by 80% for training and the rest for testing.
+    Raises `UserError` if there are no clips or fewer than `config.num_videos`.
     """
-    if split not in ("train", "test"):
-        raise ValueError(f"split is {split!r}, must be 'train' or 'test'")
-    size, on_skybox = image_size or task.image_size, task.suite == "dcs"
-    if on_skybox:
-        size = round(FACE_SCALE * size)
+    on_skybox = task.suite == "dcs"
+    size = round(FACE_SCALE * image_size) if on_skybox else image_size
     if config.backgrounds == "synthetic":
         numbers = range(SYNTHETIC_CLIPS)
         loads = {f"synthetic-{split}-{n:02d}": functools.partial(synthetic_clip, split, n, size) for n in numbers}
     else:
-        davis = config.backgrounds == "davis"
-        sources = _davis_sources(config.davis_dir, split) if davis else _sources(Path(config.backgrounds), split)
-        loads = {source.name: functools.partial(_read_clip, source, size) for source in sources}
+        loads = {source.name: functools.partial(_read_clip, source, size) for source in _sources(config, split)}
     clips = [Clip(name, load, mirror=on_skybox) for name, load in loads.items()]
-    count = config.num_videos
-    if count is None:
-        count = min(DCS_NUM_VIDEOS, len(clips)) if on_skybox else len(clips)
-    if not 1 <= count <= len(clips):
+    needed = config.num_videos or 1
+    if len(clips) < needed:
         raise UserError(
-            f"--num-videos is {count}, but {config.backgrounds!r} has {len(clips)} clips in the {split} split"
+            f"--backgrounds {config.backgrounds} has {len(clips)} clips in the {split} split, fewer than {needed} "
+            "(--num-videos). Of a folder's clips (image folders or video files), the first 80% are for training, the "
+            f"rest for testing; DAVIS is downloaded again once {config.davis_dir} is removed; or use "
+            "--backgrounds synthetic"
         )
-    return clips[:count]
+    return clips[: config.num_videos or (DCS_NUM_VIDEOS if on_skybox else None)]
 
 
-def _davis_sources(davis_dir: Path, split: str) -> list[Path]:
-    fill(lambda: [davis_dir], lambda folder: not folder.is_dir(), download_davis)
-    listing = davis_dir / "ImageSets" / "2017" / ("train.txt" if split == "train" else "val.txt")
-    names = sorted(listing.read_text().split()) if listing.is_file() else []
-    sources = [davis_dir / "JPEGImages" / "480p" / name for name in names]
-    sources = [source for source in sources if _frame_files(source)]
-    if not sources:
-        raise UserError(
-            f"no clip of {listing} has frames in {davis_dir / 'JPEGImages' / '480p'}: remove {davis_dir} to download "
-            "DAVIS again, or use --backgrounds synthetic"
-        )
-    return sources
+def clips_digest(config: DistractorConfig, task: Task, split: str, image_size: int) -> dict[str, str]:
+    """Clip name -> SHA-256 of its frames as rendered, so that reduced and full-size copies of DAVIS do not mix."""
+    clips = load_clips(config, task, split, image_size)
+    return {clip.name: hashlib.sha256(clip.frames.data).hexdigest() for clip in clips}
 
 
-def _sources(folder: Path, split: str) -> list[Path]:
-    """The folders of images and the video files in a user's folder: the first 80% train, the others test."""
+def _sources(config: DistractorConfig, split: str) -> list[Path]:
+    """The clips of a split: folders of images, or video files."""
+    if config.backgrounds == "davis":
+        fill(lambda: [config.davis_dir], lambda folder: not folder.is_dir(), download_davis)
+        listing = config.davis_dir / "ImageSets" / "2017" / ("train.txt" if split == "train" else "val.txt")
+        names = sorted(listing.read_text().split()) if listing.is_file() else []
+        sources = [config.davis_dir / "JPEGImages" / "480p" / name for name in names]
+        return [source for source in sources if _frame_files(source)]
+    folder = Path(config.backgrounds)
     if not folder.is_dir():
         raise UserError(f"--backgrounds is {str(folder)!r}: neither 'davis' nor 'synthetic' nor a folder of clips")
     sources = [path for path in _listing(folder) if path.suffix.lower() in VIDEO_SUFFIXES or _frame_files(path)]
-    if len(sources) < 2:
-        raise UserError(
-            f"{folder} has {len(sources)} clips (folders of images, or video files), but at least 2 are needed: "
-            "the first 80% are for training, the rest for testing"
-        )
     num_train = int(0.8 * len(sources))
     return sources[:num_train] if split == "train" else sources[num_train:]
 
@@ -126,41 +115,28 @@ def _sources(folder: Path, split: str) -> list[Path]:
 def _listing(folder: Path) -> list[Path]:
     """What a folder holds, except for hidden files, in natural order: frame2 before frame10."""
 
-    def natural(path: Path) -> tuple[list[str | int], str]:  # texts and numbers in turn; then, for 1 and 01, the name
-        return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path.name)], path.name
+    def natural(path: Path) -> list[str | int]:  # texts and numbers in turn
+        return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path.name)]
 
-    return sorted((path for path in folder.iterdir() if not path.name.startswith(".")), key=natural)
+    # Sorted twice, since 1 and 01 are the same number.
+    return sorted(sorted(path for path in folder.iterdir() if not path.name.startswith(".")), key=natural)
 
 
 def _frame_files(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return [path for path in _listing(folder) if path.suffix.lower() in IMAGE_SUFFIXES]
+    files = _listing(folder) if folder.is_dir() else []
+    return [path for path in files if path.suffix.lower() in IMAGE_SUFFIXES]
 
 
 def _read_clip(source: Path, size: int) -> np.ndarray:
     """uint8 (T, size, size, 3), from a folder of images or a video file: the square in the middle."""
     frames = []
-    for path in _frame_files(source) or [source]:
-        try:
-            for picture in _pictures(path):
+    try:
+        for path in _frame_files(source) or [source]:
+            for picture in map(Image.fromarray, iio.imiter(path)):
                 frames.append(ImageOps.fit(picture.convert("RGB"), (size, size), Image.Resampling.BICUBIC))
-        except (OSError, ValueError, RuntimeError) as error:
-            raise UserError(f"cannot read the background clip {path}: {error}") from error
-    if not frames:
-        raise UserError(f"the background clip {source} has no frames")
-    return np.stack([np.asarray(frame) for frame in frames])
-
-
-def _pictures(path: Path) -> Iterator[Image.Image]:
-    """The picture in an image file, or the frames of a video file."""
-    if path.suffix.lower() in VIDEO_SUFFIXES:
-        import imageio.v3 as iio
-
-        yield from map(Image.fromarray, iio.imiter(path))
-    else:
-        with Image.open(path) as picture:
-            yield picture
+        return np.stack(frames)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"cannot read the background clip {path}: {error}") from error
 
 
 # --- DAVIS download ---
@@ -181,8 +157,7 @@ def download_davis(davis_dir: Path) -> None:
         print(f"Downloading {DAVIS_URL} (0.8 GB)")
         pooch.HTTPDownloader(progressbar=True, chunk_size=1 << 20)(DAVIS_URL, partial / "davis.zip", None)
         with zipfile.ZipFile(partial / "davis.zip") as archive:
-            names = [name for name in archive.namelist() if name.startswith(DAVIS_PARTS)]
-            archive.extractall(partial, names)  # reading a file checks its CRC
+            archive.extractall(partial)  # reading a file checks its CRC
         os.replace(partial / "DAVIS", davis_dir)
     except (OSError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(
@@ -221,7 +196,7 @@ def synthetic_clip(split: str, index: int, size: int, num_frames: int = SYNTHETI
         warped_x = x + drift[1] * t + amplitude[1] * np.sin(wave[1] * y + rate[1] * t + phase[1])
         frame = _sample(scenery, warped_y, warped_x)
         for skin, axes, centre, velocity, angle, spin, is_box in objects:
-            cy, cx = _reflect(centre + velocity * t, size)
+            cy, cx = size - abs((centre + velocity * t) % (2 * size) - size)  # as a ball between two walls
             cos, sin = np.cos(angle + spin * t), np.sin(angle + spin * t)
             reach = int(np.ceil(1.5 * axes.max()))
             rows = slice(max(int(cy) - reach, 0), int(cy) + reach + 1)
@@ -264,20 +239,7 @@ def _sample(texture: np.ndarray, y: np.ndarray, x: np.ndarray) -> np.ndarray:
     return left * (1 - fx) + right * fx
 
 
-def _reflect(position: np.ndarray, size: int) -> np.ndarray:
-    """Fold positions back into [0, size] as a ball between two walls moves."""
-    return size - abs(position % (2 * size) - size)
-
-
 # --- what changes at every step ---
-
-
-def clips_digest(config: DistractorConfig, task: Task, split: str, image_size: int | None = None) -> dict[str, str]:
-    """Clip name -> SHA-256 of its frames as rendered, so that reduced and full-size copies of DAVIS do not mix."""
-    return {
-        clip.name: hashlib.sha256(np.ascontiguousarray(clip.frames).data).hexdigest()
-        for clip in load_clips(config, task, split, image_size)
-    }
 
 
 class BackgroundPlayer:
@@ -312,9 +274,8 @@ class CameraWalk:
 
     def __init__(self, rng: np.random.Generator, scale: float, offset: np.ndarray, target: np.ndarray):
         """`offset` (3,) in m: the task's camera relative to the agent; `target` (3,): the point that it looks at."""
-        self._rng = rng
-        self._target = np.asarray(target, np.float64)
-        radius, self._heading, polar = _to_spherical(np.asarray(offset, np.float64))
+        self._rng, self._target = rng, target
+        radius, self._heading, polar = _to_spherical(offset)
         # Angles are kept relative to the task's heading, so that no range crosses the jump of atan2 at pi.
         self.low = np.array([radius * (1 - 0.5 * scale), -np.pi / 2 * scale, max(polar - np.pi / 2 * scale, 0.0)])
         self.high = np.array([radius * (1 + 1.5 * scale), np.pi / 2 * scale, polar + np.pi / 2 * scale])
@@ -349,11 +310,9 @@ class CameraWalk:
         position = _to_cartesian(np.array([radius, heading + self._heading, polar]))
         x, y, z = (position - self._target) / np.linalg.norm(position - self._target)
         level = np.hypot(x, y)
-        backward, right, up = (
-            np.array([x, y, z]),
-            np.array([-y, x, 0]) / level,
-            np.array([-x * z, -y * z, level**2]) / level,
-        )
+        backward = np.array([x, y, z])
+        right = np.array([-y, x, 0]) / level
+        up = np.array([-x * z, -y * z, level**2]) / level
         cos, sin = np.cos(self.roll), np.sin(self.roll)
         return position, np.stack([cos * right + sin * up, cos * up - sin * right, backward], axis=1)
 

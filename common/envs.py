@@ -5,19 +5,25 @@ model of the same scene, so that its textures, colours and floor cannot leak int
 Meta-World it is the clean picture with a clip in place of all that is not scene.
 """
 
-import ctypes
 import importlib
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import gymnasium
 import numpy as np
 
-from common.cli import UserError
-from common.distractors import FACE_SCALE, BackgroundPlayer, CameraWalk, ColorWalk, DistractorConfig, load_clips
-from common.rendering import Renderer, RenderOptions, import_simulator, mujoco, segment_tables
+from common.distractors import (
+    FACE_SCALE,
+    BackgroundPlayer,
+    CameraWalk,
+    Clip,
+    ColorWalk,
+    DistractorConfig,
+    load_clips,
+)
+from common.rendering import MASK, Offscreen, import_simulator, mujoco
 from common.tasks import Task, get_task
 
-RENDERS = ("clean", "distractor")
 MIN_CAMERA_HEIGHT = 0.05  # m above the floor
 ROBOT = "base"  # Meta-World's body at the root of the robot
 
@@ -26,7 +32,7 @@ def make_env(
     env: str,
     *,
     split: Literal["train", "test"] = "train",
-    renders: tuple[str, ...] = RENDERS,
+    renders: tuple[Literal["clean", "distractor"], ...] = ("clean", "distractor"),
     masks: bool = True,
     quality: Literal["full", "fast"] = "full",
     distractors: DistractorConfig = DistractorConfig(),  # noqa: B008, it is frozen
@@ -36,8 +42,8 @@ def make_env(
     """An environment whose observation is a dict; `renders=()` is physics only and needs no OpenGL.
 
     Observation: `state` float32 (S,); for each render r `r/observation` uint8 (H, W, 3) and, with `masks`, `r/mask`
-    bool (H, W), true on the agent. Actions are clipped to [-1, 1]. `truncated` is true after `max_steps` steps. On
-    Meta-World `terminated` is true on success, and `info["success"]` tells it after every step.
+    bool (H, W), true on the agent. Actions are clipped to [-1, 1]. `truncated` is true after `max_steps` steps, at most
+    the task's. On Meta-World `terminated` is true on success, and `info["success"]` tells it after every step.
 
     `reset(seed=...)` fixes the physics and every distractor, whatever ran before in the same object. Its `info` has
     `background` (the clip's name), `background_start` and `background_direction` if there is a distractor render.
@@ -46,40 +52,44 @@ def make_env(
     OpenGL starts at the first reset, so that a parent process can make the environment only to ask for its spaces.
     """
     task = get_task(env)
-    if unknown := set(renders) - set(RENDERS):
-        raise UserError(f"unknown render {sorted(unknown)[0]!r}: choose among {', '.join(RENDERS)}")
-    if quality not in ("full", "fast"):
-        raise UserError(f"unknown quality {quality!r}: choose 'full' or 'fast'")
-    max_steps = max_steps or task.max_steps
-    if task.suite == "dmw" and max_steps > task.max_steps:
-        raise UserError(f"{task.name} ends after {task.max_steps} steps, {max_steps} are too many")
+    size = image_size or task.image_size
     options = RenderOptions(
-        renders=tuple(render for render in RENDERS if render in renders),
+        renders=renders,
         masks=masks,
-        size=image_size or task.image_size,
+        size=size,
         fast=quality == "fast",
         distractors=distractors,
+        clips=load_clips(distractors, task, split, size) if "distractor" in renders else [],
     )
-    return (DCSEnv if task.suite == "dcs" else DMWEnv)(task, max_steps, options, split)
+    return (DCSEnv if task.suite == "dcs" else DMWEnv)(task, max_steps or task.max_steps, options)
+
+
+@dataclass(frozen=True)
+class RenderOptions:
+    """What to render of every state, and how: the options of `make_env`, with the clips of the split."""
+
+    renders: tuple[str, ...]
+    masks: bool
+    size: int  # height and width of a frame in pixels
+    fast: bool
+    distractors: DistractorConfig
+    clips: list[Clip]
 
 
 class DistractingEnv(gymnasium.Env):
-    """What both suites share: spaces, clips, and the renderer that the first reset starts. Use `make_env`.
+    """What both suites share: spaces, seeds, and the OpenGL context that the first reset starts. Use `make_env`.
 
-    A suite adds MuJoCo's `model` and `data`, to be read only, `_reset_physics(seed) -> state` and
-    `_step_physics(action) -> (state, reward, terminated, info)`.
+    A suite adds MuJoCo's `model` and `data`, to be read only; `_agent_bodies`, bool (bodies,); `_reset_physics(seed) ->
+    state`; `_step_physics(action) -> (state, reward, terminated, info)`; `_models()` that `Offscreen` draws; and
+    `_render() -> observation` without the state.
     """
 
-    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012, gymnasium's interface
-    renderer_class: type[Renderer]
-
-    def __init__(self, task: Task, max_steps: int, options: RenderOptions, split: str):
+    def __init__(self, task: Task, max_steps: int, options: RenderOptions):
         self.task, self.max_steps, self._options = task, max_steps, options
         self._distracting = "distractor" in options.renders
-        self._clips = load_clips(options.distractors, task, split, options.size) if self._distracting else []
-        self._renderer: Renderer | None = None
+        self._offscreen: Offscreen | None = None
+        self._moving: list[Any] = []  # what has to `step` with the physics
         self._steps = 0
-
         shape = (options.size, options.size)
         spaces: dict[str, gymnasium.Space] = {
             "state": gymnasium.spaces.Box(-np.inf, np.inf, (task.state_dim,), np.float32)
@@ -99,168 +109,75 @@ class DistractingEnv(gymnasium.Env):
         physics, background, camera, color = np.random.SeedSequence(seed).spawn(4)
         state = self._reset_physics(physics)
         self._steps = 0
-        if self._options.renders and self._renderer is None:
-            self._renderer = self.renderer_class(self._options, self.task, self.model, self.data)
+        if self._options.renders and self._offscreen is None:
+            camera_id = self.model.camera(self.task.camera).id
+            self._offscreen = Offscreen(
+                self._models(), self.data, camera_id, size=self._options.size, fast=self._options.fast
+            )
         info: dict[str, Any] = {}
         if self._distracting:
-            player = BackgroundPlayer(self._clips, np.random.default_rng(background))
-            self._renderer.start(player, camera, color)
+            self._player = BackgroundPlayer(self._options.clips, np.random.default_rng(background))
+            self._moving = [self._player]
+            self._start_walks(camera, color)
             info = {
-                "background": player.clip.name,
-                "background_start": player.index,
-                "background_direction": player.direction,
+                "background": self._player.clip.name,
+                "background_start": self._player.index,
+                "background_direction": self._player.direction,
             }
         return self._observe(state), info
 
     def step(self, action: np.ndarray) -> tuple[dict[str, np.ndarray], float, bool, bool, dict]:
         state, reward, terminated, info = self._step_physics(np.clip(action, -1, 1))
         self._steps += 1
-        if self._renderer:
-            for distractor in self._renderer.moving:
-                distractor.step()
+        for distractor in self._moving:
+            distractor.step()
         return self._observe(state), float(reward), terminated, self._steps >= self.max_steps, info
 
     def _observe(self, state: np.ndarray) -> dict[str, np.ndarray]:
-        return {"state": state.astype(np.float32), **(self._renderer.render() if self._renderer else {})}
+        observation = {"state": state.astype(np.float32)}
+        if self._offscreen:
+            self._offscreen.gl.make_current()
+            observation |= self._render()
+        return observation
+
+    def _is_agent(self, objects: list[tuple[int, int]]) -> np.ndarray:
+        """Which segments are the agent, bool (segments,), from `Offscreen.draw_segments`.
+
+        Sites on the agent (coloured balls in the robot's fingers) hide pixels of its geoms, so they count. Goal markers
+        are sites too, of another body.
+        """
+        bodies = {
+            int(mujoco.mjtObj.mjOBJ_GEOM): self.model.geom_bodyid,
+            int(mujoco.mjtObj.mjOBJ_SITE): self.model.site_bodyid,
+        }
+        return np.array([kind in bodies and self._agent_bodies[bodies[kind][number]] for kind, number in objects])
+
+    def _start_walks(self, camera: np.random.SeedSequence, color: np.random.SeedSequence) -> None:
+        """Add to `_moving` what distracts besides the clip, on the Control Suite; the seeds are those of the walks."""
 
     def close(self) -> None:
-        if self._renderer is not None:
-            self._renderer.close()
-            self._renderer = None
+        if self._offscreen:
+            self._offscreen.close()
+            self._offscreen = None
 
 
 # --- Distracting Control Suite ---
 
 
-class _DCSRenderer(Renderer):
-    def __init__(self, options: RenderOptions, task: Task, model: mujoco.MjModel, data: mujoco.MjData):
-        super().__init__(options, task, model, data)
-        self._models: dict[str, mujoco.MjModel] = {}
-        self._scenes: dict[str, mujoco.MjvScene] = {}
-        self._camera_walk: CameraWalk | None = None
-        bodies = model.geom_bodyid  # the model with distractors has the same
-        self._is_agent = lambda kind, index: kind == mujoco.mjtObj.mjOBJ_GEOM and bodies[index] != 0
-        for render in options.renders:
-            if render == "distractor":
-                model = _distractor_model(task, round(FACE_SCALE * options.size))
-            self._models[render], self._scenes[render] = model, self._make_scene(model)
-            self._contexts[render] = self._make_context(model)
-        if options.masks:
-            self._contexts["mask"] = self._make_context(model, masks=True)
-
-        if "distractor" in options.renders:
-            self._original_rgb = model.mat_rgba[:, :3].copy()
-            floor = mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_MATERIAL, "grid")
-            model.mat_rgba[floor, 3] = task.floor_alpha
-            view = self._data.cam_xmat[self._camera].reshape(3, 3)[:, 2]
-            self._texture = _SkyboxTexture(
-                self._contexts["distractor"], model.cam_fovy[self._camera], along_x=abs(view[0]) > abs(view[1])
-            )
-
-    def start(self, player: BackgroundPlayer, camera: np.random.SeedSequence, color: np.random.SeedSequence) -> None:
-        super().start(player, camera, color)
-        scales = self._options.distractors
-        self._color_walk = ColorWalk(np.random.default_rng(color), scales.color_scale, self._original_rgb)
-        self.moving.append(self._color_walk)
-        if scales.camera_scale > 0:  # else the task's own camera, to the last bit
-            # The task's camera and the point it looks at, as far away as the agent; relative to its centre of mass.
-            offset = self._data.cam_xpos[self._camera] - self._data.subtree_com[1]
-            backward = self._data.cam_xmat[self._camera].reshape(3, 3)[:, 2]
-            target = offset - np.linalg.norm(offset) * backward
-            self._camera_walk = CameraWalk(np.random.default_rng(camera), scales.camera_scale, offset, target)
-            self.moving.append(self._camera_walk)
-
-    def render(self) -> dict[str, np.ndarray]:
-        self._gl.make_current()
-        result, mask = {}, None
-        for render in self._options.renders:
-            scene, model = self._scenes[render], self._models[render]
-            if render == "distractor":
-                self._update_distractors(scene, model)
-            else:
-                self._update_scene(scene, model)
-            result[f"{render}/observation"] = self._draw(scene, self._contexts[render])[::-1].copy()
-            if self._options.masks:
-                if mask is None or self._camera_walk:  # from one place, both renders see the same of the agent
-                    segments = self._draw_segments(scene, self._contexts["mask"])[::-1]
-                    (is_agent,) = segment_tables(scene, self._is_agent)
-                    mask = is_agent[segments]
-                result[f"{render}/mask"] = mask.copy()
-        return result
-
-    def _update_distractors(self, scene: mujoco.MjvScene, model: mujoco.MjModel) -> None:
-        """Bring a scene up to date, with the walking colours, seen from the walking camera, before the clip."""
-        data, index = self._data, self._camera
-        model.mat_rgba[:, :3] = self._color_walk.rgb
-        plain_position, plain_rotation = data.cam_xpos[index].copy(), data.cam_xmat[index].copy()
-        if self._camera_walk:
-            offset, rotation = self._camera_walk.pose()
-            data.cam_xpos[index] = data.subtree_com[1] + offset
-            data.cam_xpos[index, 2] = max(data.cam_xpos[index, 2], MIN_CAMERA_HEIGHT)
-            data.cam_xmat[index] = rotation.ravel()
-        self._update_scene(scene, model)
-        data.cam_xpos[index], data.cam_xmat[index] = plain_position, plain_rotation
-        self._texture.upload(self._player.frame, scene)
-
-
-class _SkyboxTexture:
-    """Writes a clip's frame to the faces of a context's skybox that the camera sees.
-
-    The faces are seen from the inside, so a mirrored frame appears as it is, and it is upright on the four sides. The
-    face below shows the reflection of the face in front of the task's camera, so that no edge lies in the picture.
-    """
-
-    # The world's direction of each cube map face, in OpenGL's order.
-    _DIRECTIONS = np.array([(1, 0, 0), (-1, 0, 0), (0, 0, 1), (0, 0, -1), (0, -1, 0), (0, 1, 0)])
-
-    def __init__(self, context: mujoco.MjrContext, fovy: float, along_x: bool):
-        """`fovy`: the camera's field of view in degrees; `along_x`: its image plane is normal to x and not to y."""
-        from OpenGL import GL
-        from OpenGL.raw.GL.VERSION.GL_1_1 import glTexSubImage2D
-
-        self._gl, self._write, self._texture = GL, glTexSubImage2D, int(context.texture[0])
-        GL.glBindTexture(GL.GL_TEXTURE_CUBE_MAP, self._texture)
-        GL.glTexParameteri(GL.GL_TEXTURE_CUBE_MAP, GL.GL_TEXTURE_MIN_FILTER, GL.GL_LINEAR)  # there are no mipmaps
-        # Largest angle between the camera's axis and that of a face of which it sees a corner.
-        self._along_x = along_x
-        self._min_cosine = np.cos(np.arctan(np.sqrt(2)) + np.arctan(np.sqrt(2) * np.tan(np.deg2rad(fovy) / 2)))
-
-    def upload(self, frame: np.ndarray, scene: mujoco.MjvScene) -> None:
-        """`frame`: uint8 (face, face, 3), contiguous."""
-        GL = self._gl
-        GL.glBindTexture(GL.GL_TEXTURE_CUBE_MAP, self._texture)
-        GL.glPixelStorei(GL.GL_UNPACK_ALIGNMENT, 1)
-        cosines = self._DIRECTIONS @ scene.camera[0].forward
-        cosines[2:4] = abs(cosines[2:4])  # the floor's reflection shows what is above
-        for face in np.flatnonzero(cosines > self._min_cosine):
-            texels = frame
-            if face == 3:  # below
-                whole = frame.view("V3")[..., 0]  # three bytes at once: twice as fast
-                texels = np.ascontiguousarray(whole.T if self._along_x else whole[:, ::-1])
-            target = GL.GL_TEXTURE_CUBE_MAP_POSITIVE_X + int(face)
-            pointer = ctypes.c_void_p(texels.ctypes.data)
-            self._write(target, 0, 0, 0, *frame.shape[1::-1], GL.GL_RGB, GL.GL_UNSIGNED_BYTE, pointer)
-
-
-def _distractor_model(task: Task, face: int) -> mujoco.MjModel:
-    """The task's model with a small, empty skybox; everything else is as in the physics."""
-    domain = importlib.import_module(f"dm_control.suite.{task.name.split('-')[0]}")
-    xml, assets = domain.get_model_and_assets()
-    skybox = f'<texture name="skybox" type="skybox" builtin="flat" width="{face}" height="{face}"/>'
-    assets = {**assets, "./common/skybox.xml": f"<mujoco><asset>{skybox}</asset></mujoco>".encode()}
-    return mujoco.MjModel.from_xml_string(xml, assets)
-
-
 class DCSEnv(DistractingEnv):
     """A task of the Distracting Control Suite. Use `make_env`."""
 
-    renderer_class = _DCSRenderer
+    # The world's direction of each face of the skybox, in OpenGL's order.
+    _FACES = np.array([(1, 0, 0), (-1, 0, 0), (0, 0, 1), (0, 0, -1), (0, -1, 0), (0, 1, 0)])
+    _BELOW = 3
 
-    def __init__(self, task: Task, max_steps: int, options: RenderOptions, split: str):
-        super().__init__(task, max_steps, options, split)
+    def __init__(self, task: Task, max_steps: int, options: RenderOptions):
+        super().__init__(task, max_steps, options)
         suite = import_simulator("dm_control.suite")
         self._env = suite.load(*task.name.split("-"), task_kwargs={"time_limit": float("inf")})
         self.model, self.data = self._env.physics.model.ptr, self._env.physics.data.ptr
+        self._agent_bodies = np.arange(self.model.nbody) != 0
+        self._camera_walk: CameraWalk | None = None
 
     def _reset_physics(self, seed: np.random.SeedSequence) -> np.ndarray:
         self._env.task._random = np.random.RandomState(np.random.MT19937(seed))
@@ -269,6 +186,80 @@ class DCSEnv(DistractingEnv):
     def _step_physics(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, dict]:
         time_step = self._env.step(action)
         return _flatten(time_step.observation), time_step.reward, False, {}
+
+    def _models(self) -> dict[str, mujoco.MjModel]:
+        models = dict.fromkeys(self._options.renders, self.model)
+        if self._options.masks:
+            models[MASK] = self.model
+        if self._distracting:
+            # The task's model with a small, empty skybox; everything else is as in the physics.
+            domain = importlib.import_module(f"dm_control.suite.{self.task.name.split('-')[0]}")
+            xml, assets = domain.get_model_and_assets()
+            face = round(FACE_SCALE * self._options.size)
+            skybox = f'<texture name="skybox" type="skybox" builtin="flat" width="{face}" height="{face}"/>'
+            assets = {**assets, "./common/skybox.xml": f"<mujoco><asset>{skybox}</asset></mujoco>".encode()}
+            models["distractor"] = mujoco.MjModel.from_xml_string(xml, assets)
+            models["distractor"].material("grid").rgba[3] = self.task.floor_alpha
+        return models
+
+    def _start_walks(self, camera: np.random.SeedSequence, color: np.random.SeedSequence) -> None:
+        scales, data, index = self._options.distractors, self.data, self.task.camera
+        self._color_walk = ColorWalk(np.random.default_rng(color), scales.color_scale, self.model.mat_rgba[:, :3])
+        self._moving.append(self._color_walk)
+        if scales.camera_scale > 0:  # else the task's own camera, to the last bit
+            # The task's camera and the point it looks at, as far away as the agent; relative to its centre of mass.
+            offset = data.cam_xpos[index] - data.subtree_com[1]
+            backward = data.cam_xmat[index].reshape(3, 3)[:, 2]
+            target = offset - np.linalg.norm(offset) * backward
+            self._camera_walk = CameraWalk(np.random.default_rng(camera), scales.camera_scale, offset, target)
+            self._moving.append(self._camera_walk)
+
+    def _render(self) -> dict[str, np.ndarray]:
+        data, index = self.data, self.task.camera
+        plain_position, plain_rotation = data.cam_xpos[index].copy(), data.cam_xmat[index].copy()
+        result, mask = {}, None
+        for render in self._options.renders:
+            if render == "distractor":
+                self._distract(along_x=abs(plain_rotation[2]) > abs(plain_rotation[5]))
+            result[f"{render}/observation"] = self._offscreen.draw(render)[::-1].copy()
+            if self._options.masks:
+                if mask is None or self._camera_walk:  # from one place, both renders see the same of the agent
+                    segments, objects = self._offscreen.draw_segments()
+                    mask = self._is_agent(objects)[segments[::-1]]
+                result[f"{render}/mask"] = mask.copy()
+            data.cam_xpos[index], data.cam_xmat[index] = plain_position, plain_rotation
+        return result
+
+    def _distract(self, along_x: bool) -> None:
+        """Set colours, camera and skybox of the distractor render. `along_x`: the task's camera looks along x, not y.
+
+        The skybox is seen from the inside, so a mirrored frame appears as it is, and it is upright on the four sides.
+        The face below shows the reflection of the one in front of the task's camera: no edge lies in the picture.
+        """
+        from OpenGL import GL
+
+        data, index = self.data, self.task.camera
+        self._offscreen.models["distractor"].mat_rgba[:, :3] = self._color_walk.rgb
+        if self._camera_walk:
+            offset, rotation = self._camera_walk.pose()
+            data.cam_xpos[index] = data.subtree_com[1] + offset
+            data.cam_xpos[index, 2] = max(data.cam_xpos[index, 2], MIN_CAMERA_HEIGHT)
+            data.cam_xmat[index] = rotation.ravel()
+
+        GL.glBindTexture(GL.GL_TEXTURE_CUBE_MAP, int(self._offscreen.contexts["distractor"].texture[0]))
+        GL.glTexParameteri(GL.GL_TEXTURE_CUBE_MAP, GL.GL_TEXTURE_MIN_FILTER, GL.GL_LINEAR)  # there are no mipmaps
+        GL.glPixelStorei(GL.GL_UNPACK_ALIGNMENT, 1)
+        cosines = -self._FACES @ data.cam_xmat[index].reshape(3, 3)[:, 2]
+        cosines[2:4] = abs(cosines[2:4])  # the floor's reflection shows what is above
+        frame = self._player.frame
+        # Writing a face takes time. At 45 degrees of view, the picture shows no face more than 85.1 degrees aside.
+        for face in np.flatnonzero(cosines > 0.085):
+            texels = frame
+            if face == self._BELOW:
+                pixels = frame.view("V3")[..., 0]  # three bytes at once: twice as fast
+                texels = np.ascontiguousarray(pixels.T if along_x else pixels[:, ::-1]).view(np.uint8)
+            target = GL.GL_TEXTURE_CUBE_MAP_POSITIVE_X + int(face)
+            GL.glTexSubImage2D(target, 0, 0, 0, *frame.shape[1::-1], GL.GL_RGB, GL.GL_UNSIGNED_BYTE, texels)
 
 
 def _flatten(observation: dict[str, Any]) -> np.ndarray:
@@ -279,55 +270,11 @@ def _flatten(observation: dict[str, Any]) -> np.ndarray:
 # --- Distracting Meta-World ---
 
 
-class _DMWRenderer(Renderer):
-    """Two drawings at most, one in colour and one of segments, serve both renders."""
-
-    def __init__(self, options: RenderOptions, task: Task, model: mujoco.MjModel, data: mujoco.MjData):
-        super().__init__(options, task, model, data)
-        self._scene = self._make_scene(model)
-        self._contexts["color"] = self._make_context(model)
-        if options.masks or "distractor" in options.renders:
-            self._contexts["mask"] = self._make_context(model, masks=True)
-
-        geom, site = int(mujoco.mjtObj.mjOBJ_GEOM), int(mujoco.mjtObj.mjOBJ_SITE)
-        robot = model.body_rootid == model.body(ROBOT).id
-        bodies = {geom: model.geom_bodyid, site: model.site_bodyid}
-        floor = (geom, model.geom("floor").id)
-        # The robot's sites (coloured balls in the fingers) hide pixels of its geoms, so they count as robot. Goal
-        # markers are sites too: they are part of the scene.
-        self._is_robot = lambda kind, index: kind in bodies and bool(robot[bodies[kind][index]])
-        self._is_scene = lambda kind, index: (kind, index) != floor
-
-    def render(self) -> dict[str, np.ndarray]:
-        self._gl.make_current()
-        # Meta-World's camera hangs upside down. Its picture is turned by 180 degrees: the rows are already the other
-        # way round as OpenGL gives them.
-        self._update_scene(self._scene, self._model)
-        color = self._draw(self._scene, self._contexts["color"])[:, ::-1].copy()
-        result: dict[str, np.ndarray] = {}
-        if "mask" in self._contexts:
-            # Meta-World's meshes have fine cracks. With their back faces drawn too, no background shows through them.
-            self._scene.flags[mujoco.mjtRndFlag.mjRND_CULL_FACE] = 0
-            segments = self._draw_segments(self._scene, self._contexts["mask"])[:, ::-1]
-            self._scene.flags[mujoco.mjtRndFlag.mjRND_CULL_FACE] = 1
-            is_robot, is_scene = segment_tables(self._scene, self._is_robot, self._is_scene)
-        for render in self._options.renders:
-            picture = color
-            if render == "distractor":
-                picture = np.where(is_scene[segments][..., None], color, self._player.frame)
-            result[f"{render}/observation"] = picture
-            if self._options.masks:
-                result[f"{render}/mask"] = is_robot[segments]
-        return result
-
-
 class DMWEnv(DistractingEnv):
-    """A task of Distracting Meta-World. Use `make_env`."""
+    """A task of Distracting Meta-World; a drawing in colour and one of segments serve both renders. Use `make_env`."""
 
-    renderer_class = _DMWRenderer
-
-    def __init__(self, task: Task, max_steps: int, options: RenderOptions, split: str):
-        super().__init__(task, max_steps, options, split)
+    def __init__(self, task: Task, max_steps: int, options: RenderOptions):
+        super().__init__(task, max_steps, options)
         self._env = import_simulator("metaworld.env_dict").ALL_V3_ENVIRONMENTS[f"{task.name}-v3"]()
         # As for the tasks of MT10, the state tells the goal.
         self._env._partially_observable = False
@@ -335,6 +282,7 @@ class DMWEnv(DistractingEnv):
         self._env._set_task_called = True
         self._env.seeded_rand_vec = True
         self.model, self.data = self._env.model, self._env.data
+        self._agent_bodies = self.model.body_rootid == self.model.body(ROBOT).id
 
     def _reset_physics(self, seed: np.random.SeedSequence) -> np.ndarray:
         # As Meta-World makes its own tasks: draw the positions of object and goal, then reset with these. Its reset
@@ -355,3 +303,31 @@ class DMWEnv(DistractingEnv):
         state, reward, _, _, info = self._env.step(action)
         success = bool(info["success"])
         return state, reward, success, {"success": success}
+
+    def _models(self) -> dict[str, mujoco.MjModel]:
+        models = {"color": self.model}
+        if self._options.masks or self._distracting:
+            models[MASK] = self.model
+        return models
+
+    def _render(self) -> dict[str, np.ndarray]:
+        # Meta-World's camera hangs upside down. Its picture is turned by 180 degrees: the rows are already the other
+        # way round as OpenGL gives them.
+        color = self._offscreen.draw("color")[:, ::-1].copy()
+        if MASK in self._offscreen.models:
+            # Meta-World's meshes have fine cracks. With their back faces drawn too, no background shows through them.
+            self._offscreen.scenes[MASK].flags[mujoco.mjtRndFlag.mjRND_CULL_FACE] = 0
+            segments, objects = self._offscreen.draw_segments()
+            segments = segments[:, ::-1]
+            is_agent = self._is_agent(objects)
+            nothing, floor = (-1, -1), (int(mujoco.mjtObj.mjOBJ_GEOM), self.model.geom("floor").id)
+            is_scene = np.array([place not in (nothing, floor) for place in objects])
+        result: dict[str, np.ndarray] = {}
+        for render in self._options.renders:
+            picture = color
+            if render == "distractor":
+                picture = np.where(is_scene[segments][..., None], color, self._player.frame)
+            result[f"{render}/observation"] = picture
+            if self._options.masks:
+                result[f"{render}/mask"] = is_agent[segments]
+        return result

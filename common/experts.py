@@ -5,13 +5,13 @@ no BLAS, so an action is the same to the last bit for one state or a batch, what
 build.
 """
 
+import functools
 import hashlib
 import inspect
-import json
 import warnings
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +26,6 @@ ExpertName = Literal["student", "laom", "scripted"]
 
 EXPERT_FORMAT_VERSION = 1
 STUDENT_DIR = Path(__file__).parents[1] / "experts"
-TEXT_METADATA = ("env", "teacher", "teacher_sha256", "weights_sha256")  # of a student's file; the others are JSON
 
 LAOM_URL = "https://github.com/dunnolab/laom/raw/main/scripts/data_collection/checkpoints/"
 LAOM_FILES = {  # below LAOM_URL and below --expert-dir
@@ -65,79 +64,49 @@ def _linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
     return result
 
 
+def _act(
+    state: np.ndarray,
+    *,
+    mean: np.ndarray,
+    std: np.ndarray,
+    layers: list[tuple[np.ndarray, np.ndarray]],
+    clip: float = 10.0,
+    activation: Callable[[np.ndarray], np.ndarray] = _relu,
+    squash: bool = False,
+) -> np.ndarray:
+    """The network: sees (state - mean) / std, clipped to +-`clip`; `layers` are weight (I, O) and bias (O,) of each
+    linear layer; with `squash` the last one goes through tanh."""
+    x = np.clip((np.atleast_2d(state) - mean) / std, -clip, clip)
+    for weight, bias in layers[:-1]:
+        x = activation(_linear(x, weight, bias))
+    x = _linear(x, *layers[-1])
+    if squash:
+        x = np.tanh(x)
+    return x if state.ndim == 2 else x[0]
+
+
+def _act_scripted(state: np.ndarray, policy: Any) -> np.ndarray:
+    """A scripted policy of Meta-World. Its commands are clipped to [-1, 1], as the environment does."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Constant")  # that it commands more than 1
+        action = policy.get_action(state.copy())  # some policies write into it
+    return np.clip(action, -1, 1).astype(np.float32)
+
+
 @dataclass(frozen=True)
 class Expert:
-    """A deterministic policy: normalise the state, clip, MLP, mean action."""
+    """A deterministic policy."""
 
     env: str
-    name: Literal["student", "laom"]
+    name: ExpertName
     sha256: str
-    """Of the file that it was read from."""
-    mean: np.ndarray
-    std: np.ndarray
-    """(S,) each, or scalars: the network sees (state - mean) / std, clipped to +-`clip`."""
-    clip: float
-    layers: tuple[tuple[np.ndarray, np.ndarray], ...]
-    """(weight (I, O), bias (O,)) of each linear layer."""
-    activation: Callable[[np.ndarray], np.ndarray]
-    """Of the hidden layers."""
-    squash: bool = False
-    """True: the last layer goes through tanh."""
-    metadata: dict = field(default_factory=dict)
-    """What `make_experts.py` wrote beside the weights: returns, settings, versions. Empty for the teachers."""
-
-    @property
-    def state_dim(self) -> int:
-        return self.layers[0][0].shape[0]
-
-    @property
-    def action_dim(self) -> int:
-        return self.layers[-1][0].shape[1]
-
-    def act(self, state: np.ndarray) -> np.ndarray:
-        """state (S,) or (B, S), in alphabetical key order -> float32 action (A,) or (B, A), not clipped.
-
-        Raises ValueError if the state has another size.
-        """
-        state = np.asarray(state, np.float32)
-        if state.ndim not in (1, 2) or state.shape[-1] != self.state_dim:
-            raise ValueError(f"{self.env}: state has shape {state.shape}, expected (..., {self.state_dim})")
-        x = np.clip((np.atleast_2d(state) - self.mean) / self.std, -self.clip, self.clip)
-        for weight, bias in self.layers[:-1]:
-            x = self.activation(_linear(x, weight, bias))
-        x = _linear(x, *self.layers[-1])
-        if self.squash:
-            x = np.tanh(x)
-        return x.reshape(*state.shape[:-1], self.action_dim)
+    """Of the file that it was read from; of a scripted policy's source code and of what it calls in its package."""
+    act: Callable[[np.ndarray], np.ndarray]
+    """The state of `common.envs.make_env`, float32 (S,), -> action, float32 (A,). The Control Suite's experts also take
+    (B, S) -> (B, A), and do not clip."""
 
 
-@dataclass(frozen=True)
-class ScriptedExpert:
-    """A scripted policy of Meta-World. Its commands are clipped to [-1, 1], as the environment does."""
-
-    env: str
-    policy: Any
-    sha256: str
-    """Of the policy's source code and of what it calls in the same package."""
-    name: Literal["scripted"] = "scripted"
-    state_dim: int = 39
-    action_dim: int = 4
-
-    def act(self, state: np.ndarray) -> np.ndarray:
-        """state (S,) or (B, S) -> float32 action (A,) or (B, A), in [-1, 1]. ValueError if the state has another size.
-
-        The state tells the goal, as that of `common.envs.make_env` does.
-        """
-        state = np.asarray(state)
-        if state.ndim not in (1, 2) or state.shape[-1] != self.state_dim:
-            raise ValueError(f"{self.env}: state has shape {state.shape}, expected (..., {self.state_dim})")
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Constant")  # that it commands more than 1
-            actions = [self.policy.get_action(row.copy()) for row in np.atleast_2d(state)]  # some write into it
-        return np.clip(actions, -1, 1).astype(np.float32).reshape(*state.shape[:-1], self.action_dim)
-
-
-def load_expert(env: str, kind: ExpertName = "student", expert_dir: Path | None = None) -> Expert | ScriptedExpert:
+def load_expert(env: str, kind: ExpertName = "student", expert_dir: Path | None = None) -> Expert:
     """The expert policy of a task.
 
     "student" reads `<expert_dir>/<env>.safetensors` (default: this repository's `experts/`). "laom" reads the
@@ -151,7 +120,11 @@ def load_expert(env: str, kind: ExpertName = "student", expert_dir: Path | None 
     if kind == "scripted":
         if expert_dir is not None:
             raise UserError(f"--expert-dir has no meaning for {env}: its expert is a scripted policy of Meta-World.")
-        return _load_scripted(env)
+        policies = import_simulator("metaworld.policies")
+        policy = policies.ENV_POLICY_MAP[f"{env}-v3"]()
+        sources = [inspect.getsource(part) for part in (type(policy), policies.policy, policies.action)]
+        sha256 = hashlib.sha256("".join(sources).encode()).hexdigest()
+        return Expert(env, "scripted", sha256, functools.partial(_act_scripted, policy=policy))
     if kind == "student":
         return _load_student(env, Path(expert_dir or STUDENT_DIR) / f"{env}.safetensors")
     return _load_laom(env, expert_dir)
@@ -160,13 +133,6 @@ def load_expert(env: str, kind: ExpertName = "student", expert_dir: Path | None 
 def default_expert(env: str) -> ExpertName:
     """The expert that needs no download."""
     return "scripted" if get_task(env).suite == "dmw" else "student"
-
-
-def _load_scripted(env: str) -> ScriptedExpert:
-    policies = import_simulator("metaworld.policies")
-    policy = policies.ENV_POLICY_MAP[f"{env}-v3"]()
-    sources = [inspect.getsource(part) for part in (type(policy), policies.policy, policies.action)]
-    return ScriptedExpert(env, policy, hashlib.sha256("".join(sources).encode()).hexdigest())
 
 
 def weights_sha256(tensors: dict[str, np.ndarray]) -> str:
@@ -178,93 +144,62 @@ def weights_sha256(tensors: dict[str, np.ndarray]) -> str:
     return digest.hexdigest()
 
 
-def student_from_tensors(env: str, tensors: dict[str, np.ndarray], metadata: dict | None = None, sha256="") -> Expert:
+def student_from_tensors(env: str, tensors: dict[str, np.ndarray], sha256: str = "") -> Expert:
     """Tensors `mean`, `std`, `<i>.weight` (O, I), `<i>.bias` (O,) -> student. Raises KeyError if one is missing."""
     count = sum(name.endswith(".weight") for name in tensors)
-    return Expert(
-        env=env,
-        name="student",
-        sha256=sha256,
-        mean=tensors["mean"],
-        std=tensors["std"],
-        clip=10.0,
-        layers=tuple((np.ascontiguousarray(tensors[f"{i}.weight"].T), tensors[f"{i}.bias"]) for i in range(count)),
-        activation=_relu,
-        metadata=metadata or {},
-    )
+    layers = [(np.ascontiguousarray(tensors[f"{i}.weight"].T), tensors[f"{i}.bias"]) for i in range(count)]
+    act = functools.partial(_act, mean=tensors["mean"], std=tensors["std"], layers=layers)
+    return Expert(env, "student", sha256, act)
 
 
 def _load_student(env: str, path: Path) -> Expert:
-    remedy = f"`git checkout experts/{env}.safetensors` restores it, `python make_experts.py --env {env}` makes it anew"
     try:
         with safe_open(path, "numpy") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-            raw = file.metadata() or {}
-        metadata = {key: value if key in TEXT_METADATA else json.loads(value) for key, value in raw.items()}
+            metadata = file.metadata() or {}
+        if (metadata.get("format_version"), metadata.get("env")) != (str(EXPERT_FORMAT_VERSION), env):
+            raise ValueError(f"it is of format {metadata.get('format_version')} and for {metadata.get('env')}")
+        if weights_sha256(tensors) != metadata.get("weights_sha256"):
+            raise ValueError("its weights do not match their sha256")
     except (OSError, SafetensorError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): {remedy}.") from error
-    if (metadata.get("format_version"), metadata.get("env")) != (EXPERT_FORMAT_VERSION, env):
-        other = f"format {metadata.get('format_version')} expert for {metadata.get('env')}"
-        raise UserError(f"{path} is a {other}, not a format {EXPERT_FORMAT_VERSION} expert for {env}: {remedy}.")
-    if weights_sha256(tensors) != metadata.get("weights_sha256"):
-        raise UserError(f"{path} is damaged, its weights do not match their sha256: {remedy}.")
-    return student_from_tensors(env, tensors, metadata, _sha256(path))
+        raise UserError(
+            f"{path} is no format {EXPERT_FORMAT_VERSION} expert for {env} ({error}): `git checkout "
+            f"experts/{env}.safetensors` restores it, `python make_experts.py --env {env}` makes it anew."
+        ) from error
+    return student_from_tensors(env, tensors, _sha256(path))
 
 
 def _load_laom(env: str, expert_dir: Path | None) -> Expert:
-    name, expected = LAOM_FILES[env], LAOM_SHA256[env]
-    if expert_dir is None:
-        path = _download_laom(name, expected)
-    else:
-        path = expert_dir / name
-        advice = f"download it from {LAOM_URL}{name}, or leave --expert-dir out"
-        if not path.is_file():
-            raise UserError(f"{path} is missing: {advice}.")
-        if (actual := _sha256(path)) != expected:
-            raise UserError(f"{path} is not the published file (sha256 {actual}, expected {expected}): {advice}.")
-    return _read_laom(env, path, expected)
-
-
-def _download_laom(name: str, expected: str) -> Path:
-    """The file in the user's cache, downloaded if it is missing or another one; whole or not at all."""
     import pooch
-
-    try:
-        return Path(pooch.retrieve(LAOM_URL + name, expected, fname=name, path=pooch.os_cache("laom")))
-    except (OSError, ValueError) as error:  # no network; another file than this project was made with
-        raise UserError(
-            f"{LAOM_URL}{name} cannot be downloaded ({error}): try again, use --expert-dir DIR with a copy of the LAOM "
-            "checkpoints, or use the shipped students (--expert student)."
-        ) from error
-
-
-def _read_laom(env: str, path: Path, sha256: str) -> Expert:
     import torch  # only here: workers that use a student need no torch
 
-    from_sac = path.suffix == ".zip"
-    if from_sac:  # stable-baselines3; its other members hold pickles and stay unread
+    name, expected = LAOM_FILES[env], LAOM_SHA256[env]
+    try:
+        if expert_dir is None:  # in the user's cache, downloaded if it is missing or another one
+            path = Path(pooch.retrieve(LAOM_URL + name, expected, fname=name, path=pooch.os_cache("laom")))
+        else:
+            path = expert_dir / name
+            if (actual := _sha256(path)) != expected:
+                raise ValueError(f"{path} has sha256 {actual}, expected {expected}")
+    except (OSError, ValueError) as error:  # missing; no network; not the published file
+        raise UserError(
+            f"no expert for {env} ({error}): try again to download {LAOM_URL}{name}, use --expert-dir DIR with a copy "
+            f"of it at DIR/{name}, or use the shipped students (--expert student)."
+        ) from error
+    if path.suffix == ".zip":  # stable-baselines3's SAC; its other members hold pickles and stay unread
         with zipfile.ZipFile(path) as archive, archive.open("policy.pth") as file:
             weights = torch.load(file, map_location="cpu", weights_only=True)
         names = ("actor.latent_pi.0", "actor.latent_pi.2", "actor.mu")
-        mean, std = np.float32(0), np.float32(1)
+        act = functools.partial(_act, mean=np.float32(0), std=np.float32(1), clip=np.inf, squash=True)
     else:
         weights = torch.load(path, map_location="cpu", weights_only=True)
         names = ("actor_mean.0", "actor_mean.2", "actor_mean.4")
         mean, std = weights["obs_rms.mean"].numpy(), np.sqrt(weights["obs_rms.var"].numpy() + np.float32(1e-8))
+        act = functools.partial(_act, mean=mean, std=std, activation=np.tanh)
     layers = [
         (np.ascontiguousarray(weights[f"{name}.weight"].numpy().T), weights[f"{name}.bias"].numpy()) for name in names
     ]
-    return Expert(
-        env=env,
-        name="laom",
-        sha256=sha256,
-        mean=mean,
-        std=std,
-        clip=np.inf if from_sac else 10.0,
-        layers=tuple(layers),
-        activation=_relu if from_sac else np.tanh,
-        squash=from_sac,
-    )
+    return Expert(env, "laom", expected, functools.partial(act, layers=layers))
 
 
 def _sha256(path: Path) -> str:

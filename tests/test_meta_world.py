@@ -67,13 +67,8 @@ def test_bad_input_is_refused_before_training(data_dir: Path, tmp_path: Path) ->
     assert not (tmp_path / "runs").exists()
 
 
-def test_defaults_of_meta_world() -> None:
-    """The paper's hyperparameters by --env, and the quick ones on top of them."""
-    papers = {"laom_labels": (128, 3e-4, 2e-4, 5), "laof": (128, 1.5e-4, 1e-4, 4)}
+def test_quick_on_meta_world_has_its_own_numbers() -> None:
     for script in ("lapo", "laom_labels", "laof", "masklam"):
         module = importlib.import_module(script)
-        plain, quick = module.defaults(["--env", "push"]), module.defaults(["--env", "push", "--quick"])
-        paper = papers.get(script, (128, 3e-4, 2e-4, 4))
-        assert (plain.batch_size, plain.lam_lr, plain.policy_lr, plain.lam_epochs) == paper
-        assert plain.lam_updates is None and plain.eval_steps is None
+        quick = module.defaults(["--env", "push", "--quick"])
         assert quick.lam_updates < module.defaults(["--quick"]).lam_updates and quick.batch_size == 32
