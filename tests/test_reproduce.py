@@ -21,7 +21,7 @@ import reproduce
 from common import cli, runs
 from common.cli import Stopped, UserError
 from common.tasks import TASKS
-from reproduce import Args, Job, Planned
+from reproduce import Args, Job, RunJob
 
 ROOT = Path(__file__).parents[1]
 TINY = (
@@ -30,7 +30,7 @@ TINY = (
 ).split()
 
 
-def planned(experiment: str, **options) -> list[Planned]:
+def planned(experiment: str, **options) -> list[RunJob]:
     return reproduce.plan(Args(experiment, **options))
 
 
@@ -92,13 +92,13 @@ def test_a_run_is_named_by_its_experiment(tmp_path: Path) -> None:
     run = planned("occlusion", **options)[3]
     assert run.run_dir == cell.run_dir(tmp_path, 2) and run.args.lam_updates == 7
     assert run.argv[-2:] == ("--variant", "no-loss-mask_occlusion=0.5")
-    assert not run.finished()
+    assert not run.done()
     run.run_dir.mkdir(parents=True)
     result = run.run_dir / "result.json"
     result.write_text('{"decoders": [{"num_labels": 500}]}')
-    assert not run.finished()
+    assert not run.done()
     result.write_text('{"decoders": [{"num_labels": 500}, {"num_labels": 128000}]}')
-    assert run.finished()
+    assert run.done()
 
 
 def test_what_cannot_be_planned_is_refused(tmp_path: Path, monkeypatch) -> None:
@@ -245,7 +245,7 @@ def slurm() -> Iterator[Args]:
             patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
             patch.setattr(reproduce, "QUEUE_SECONDS", 1)
             patch.setattr(reproduce, "FILE_SECONDS", 3.0)
-            yield Args(executor="slurm", gpus=0, cpus=1, memory_gb=1, hours=1, slurm=["partition=low"])
+            yield Args(executor="slurm", slurm="partition=low gpus-per-node=0 cpus-per-task=1 mem=1G time=60".split())
     finally:
         subprocess.run([TOOL, "stop", folder], capture_output=True)
         shutil.rmtree(folder, ignore_errors=True)
