@@ -124,6 +124,9 @@ class Context:
     def __init__(self, args: Args, members: list[Run]) -> None:
         self.args, self.runs, self.out = args, members, args.out
         self.finished = [run for run in members if run.result is not None]
+        self.by_name: dict[tuple[str, str, str], list[Run]] = {}
+        for run in members:
+            self.by_name.setdefault((run.script, run.env, run.variant), []).append(run)
         self.envs = [env for suite in SUITES.values() for env in suite if any(run.env == env for run in members)]
 
     def row(self, name: str, method: reproduce.Method, flags: tuple[str, ...] = (), budget: int | None = None) -> Row:
@@ -131,7 +134,7 @@ class Context:
         row = Row(name)
         for env, (render, render_flags) in itertools.product(self.envs, reproduce.RENDERS.items()):
             variant = reproduce.Cell(name, "", env, self.args.quick, method, (*flags, *render_flags)).variant
-            members = [run for run in self.runs if (run.script, run.env, run.variant) == (method.script, env, variant)]
+            members = self.by_name.get((method.script, env, variant), [])
             row.cells[env, render] = cell = report.make_cell(members, self.args.seeds, budget)
             if any(run.args.get("variant") for run in cell.runs):  # named like the experiment's, though they differ
                 cell.notes.append("further settings by --set, see args.json")
@@ -147,16 +150,15 @@ class Context:
             if experiment.flag != LABELS  # whose runs are the main table's
             for cell in experiment.cells(self.envs, self.args.quick)
         }
-        others: dict[str, dict[tuple[str, str], list[Run]]] = collections.defaultdict(dict)
-        for run in self.runs:
-            if (run.script, run.env, run.variant) not in planned:
+        others: dict[str, Row] = {}
+        for (script, env, variant), members in self.by_name.items():
+            if (script, env, variant) not in planned:
                 usual = ("default", "quick", "no-distractors")
-                own = "_".join(part for part in run.variant.split("_") if part not in usual)
-                render = "distractor" if run.args.get("distractors", True) else "vanilla"
-                others[f"{run.script} {own}".strip()].setdefault((run.env, render), []).append(run)
-        for name, cells in others.items():
-            made = {key: report.make_cell(members, self.args.seeds) for key, members in cells.items()}
-            rows.append(Row(name, collections.defaultdict(Cell, made)))
+                own = "_".join(part for part in variant.split("_") if part not in usual)
+                name = f"{script} {own}".strip()
+                render = "distractor" if members[0].args.get("distractors", True) else "vanilla"
+                others.setdefault(name, Row(name)).cells[env, render] = report.make_cell(members, self.args.seeds)
+        rows += others.values()
         report.mark_odd_data([row.cells for row in rows])
         return rows
 

@@ -284,7 +284,7 @@ class Args:
     data_jobs: int | None = None
     """jobs that share the shards of a data set, and of its masks; None: 1 locally, 8 on Slurm"""
     slurm: list[str] = field(default_factory=list)
-    """Slurm: options of sbatch besides gpus-per-node=1 cpus-per-task=16 mem=64G time=24:00:00, or other values of these:
+    """Slurm: options for sbatch beside gpus-per-node=1 cpus-per-task=16 mem=64G time=24:00:00, or instead:
     partition=gpu account=lab time=48:00:00. A job that reaches its time limit saves and is queued again"""
     dry_run: bool = False
     """print what would run, with estimates, and run nothing"""
