@@ -361,7 +361,6 @@ class Panel:
 
 def draw(path: Path, panels: list[Panel], label: str, names: list[str] | None = None) -> Path:
     """Writes panels with a common x axis as PNG. names: its categories in order; None: numbers, joined by lines."""
-    panels = [panel for panel in panels if any(panel.lines.values())]  # none where no seeds may be averaged
     figure, axes = pictures.panels(len(panels), 3, 4.2, 3.6 if names else 2.8)
     for axis, panel in zip(axes, panels):
         values = sorted({x for points in panel.lines.values() for x in points})
@@ -489,18 +488,19 @@ def experiment_figure(context: Context, name: str) -> Item:
     for env in context.envs:
         counts = [sum(bool(row.cells[env, "distractor"].runs) for row in points.values()) for points in lines.values()]
         envs += [env] if max(counts) > 1 else []
-    if not envs:
-        item.missing = f"No task has finished runs of two values of {experiment.flag or 'its rows'}."
-        return item
     columns, panels = panel_columns(envs, metrics), []
     for column in columns:  # in a mean over tasks only points that each of them has
         stats = {row.name: stat for row in rows if (stat := row.stat(column, whole=True))}
-        panels.append(Panel(column.head, {}, {row.name: stats[row.name].mean for row in dashed if row.name in stats}))
+        panel = Panel(column.head, {}, {row.name: stats[row.name].mean for row in dashed if row.name in stats})
         for line, points in lines.items():
             there = {x: stats[row.name] for x, row in points.items() if row.name in stats}
-            panels[-1].lines[line] = {x: (mean, mean - std, mean + std) for x, (mean, std) in there.items()}
-    names = None if experiment.flag else list(experiment.rows)
-    item.pictures = [draw(context.out / f"{item.name}.png", panels, experiment.flag, names)]
+            panel.lines[line] = {x: (mean, mean - std, mean + std) for x, (mean, std) in there.items()}
+        panels += [panel] if any(panel.lines.values()) else []
+    if panels:
+        names = None if experiment.flag else list(experiment.rows)
+        item.pictures = [draw(context.out / f"{item.name}.png", panels, experiment.flag, names)]
+    else:
+        item.missing = f"No task has finished runs of two values of {experiment.flag or 'its rows'} on the same data."
     item.head = ["", *(column.head for column in columns)]
     for row in rows:
         item.add(row.name, [row.entry(column) for column in columns])

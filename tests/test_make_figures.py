@@ -217,6 +217,10 @@ def test_different_data_or_weights_are_never_averaged(tmp_path: Path) -> None:
     assert not lines["LAPO"][place].bold  # over another task
     intervals = make_figures.interval_figure(context(tmp_path, 1))
     assert rows(intervals)["MaskLAM@GT"][place].text == "0.5000" and "LAOF" not in rows(intervals)
+    for seed, data in ((1, "d"), (2, "other")):
+        write_run(tmp_path, "masklam", "cheetah-run", seed, identity={"test_hash": data}, latent_dim=32)
+    sweep = make_figures.experiment_figure(context(tmp_path, 1), "latent-dim")
+    assert sweep.missing and not sweep.pictures and not sweep.rows
 
 
 def test_different_commits_settings_and_devices_are_marked(tmp_path: Path) -> None:
