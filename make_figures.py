@@ -16,7 +16,7 @@ import functools
 import itertools
 import json
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,9 @@ from torch import Tensor, nn
 import reproduce
 from common import pictures, report, runs
 from common.cli import Count, Stopped, UserError, cli, stop_requested
-from common.dataset import Batch, Dataset, normalise, sequential
+from common.dataset import Batch, Dataset, sequential
 from common.masks import dilate, unpack_masks
-from common.report import Cell, Entry, Item, Run, Stat, Table, average, number
+from common.report import Cell, Entry, Item, Run, Stat, average, number
 from common.tasks import TASKS, get_task
 
 SUITES = {"dcs": reproduce.DCS, "dmw": reproduce.DMW}
@@ -44,6 +44,7 @@ LABELS = "--num-labels"  # the flag whose values one run has all of
 BOOTSTRAP = 10_000  # resamples behind the 95% intervals
 UMAP_SEED = 0
 STRIP = 10  # consecutive frames in a strip
+SHOWN = 20  # the frame of an episode in pictures, when the agent moves
 DIMENSIONS = 8  # of the action that the UMAP figure shows at most
 
 
@@ -107,13 +108,11 @@ class Row:
         notes = []
         for envs, suite in zip(self.over(column), column.suites):
             notes += [f"over {len(envs)} of {len(suite)} tasks"] if 0 < len(envs) < len(suite) else []
-        envs_of: dict[str, list[str]] = collections.defaultdict(list)
-        for env in itertools.chain(*column.suites):
-            cell = self.cells[env, column.render]
-            for note in cell.notes if cell.values(column.metric) or not cell.runs else []:
-                envs_of[note].append(env)
+        cells = {env: self.cells[env, column.render] for env in itertools.chain(*column.suites)}
+        notes_of = {env: cell.notes for env, cell in cells.items() if cell.values(column.metric) or not cell.runs}
         averaged = list(itertools.chain(*self.over(column)))
-        for note, envs in envs_of.items():
+        for note in dict.fromkeys(itertools.chain(*notes_of.values())):
+            envs = [env for env in notes_of if note in notes_of[env]]
             everywhere = envs == averaged or column.suites == [envs]
             notes.append(note if everywhere else f"{note} ({', '.join(envs)})")
         return Entry(number(self.stat(column)), notes)
@@ -125,6 +124,9 @@ class Context:
     def __init__(self, args: Args, members: list[Run]) -> None:
         self.args, self.runs, self.out = args, members, args.out
         self.finished = [run for run in members if run.result is not None]
+        self.by_name: dict[tuple[str, str, str], list[Run]] = {}
+        for run in members:
+            self.by_name.setdefault((run.script, run.env, run.variant), []).append(run)
         self.envs = [env for suite in SUITES.values() for env in suite if any(run.env == env for run in members)]
 
     def row(self, name: str, method: reproduce.Method, flags: tuple[str, ...] = (), budget: int | None = None) -> Row:
@@ -132,7 +134,7 @@ class Context:
         row = Row(name)
         for env, (render, render_flags) in itertools.product(self.envs, reproduce.RENDERS.items()):
             variant = reproduce.Cell(name, "", env, self.args.quick, method, (*flags, *render_flags)).variant
-            members = [run for run in self.runs if (run.script, run.env, run.variant) == (method.script, env, variant)]
+            members = self.by_name.get((method.script, env, variant), [])
             row.cells[env, render] = cell = report.make_cell(members, self.args.seeds, budget)
             if any(run.args.get("variant") for run in cell.runs):  # named like the experiment's, though they differ
                 cell.notes.append("further settings by --set, see args.json")
@@ -148,16 +150,15 @@ class Context:
             if experiment.flag != LABELS  # whose runs are the main table's
             for cell in experiment.cells(self.envs, self.args.quick)
         }
-        others: dict[str, dict[tuple[str, str], list[Run]]] = collections.defaultdict(dict)
-        for run in self.runs:
-            if (run.script, run.env, run.variant) not in planned:
+        others: dict[str, Row] = {}
+        for (script, env, variant), members in self.by_name.items():
+            if (script, env, variant) not in planned:
                 usual = ("default", "quick", "no-distractors")
-                own = "_".join(part for part in run.variant.split("_") if part not in usual)
-                render = "distractor" if run.args.get("distractors", True) else "vanilla"
-                others[f"{run.script} {own}".strip()].setdefault((run.env, render), []).append(run)
-        for name, cells in others.items():
-            made = {key: report.make_cell(members, self.args.seeds) for key, members in cells.items()}
-            rows.append(Row(name, collections.defaultdict(Cell, made)))
+                own = "_".join(part for part in variant.split("_") if part not in usual)
+                name = f"{script} {own}".strip()
+                render = "distractor" if members[0].args.get("distractors", True) else "vanilla"
+                others.setdefault(name, Row(name)).cells[env, render] = report.make_cell(members, self.args.seeds)
+        rows += others.values()
         report.mark_odd_data([row.cells for row in rows])
         return rows
 
@@ -186,12 +187,12 @@ class Context:
     def some_test_set(self, env: str, mask_source: str) -> Dataset:
         """The held-out split of a task, as any of its runs saw it. UserError if none is there any more."""
         problem = UserError(f"no finished runs on {env}")
-        members = [run for run in self.finished if run.env == env]
-        for run in {(run.args["test_hash"], run.args["distractors"]): run for run in members}.values():
-            try:
-                return self.test_set(run, mask_source)
-            except UserError as error:
-                problem = error
+        for run in self.finished:
+            if run.env == env:
+                try:
+                    return self.test_set(run, mask_source)
+                except UserError as error:
+                    problem = error
         raise problem
 
 
@@ -211,27 +212,24 @@ def published(method: str, column: Column, suites: list[list[str]]) -> Stat:
     return average([average([Stat(*table[env]) for env in suite]) for suite, table in zip(suites, tables)])
 
 
-def score_table(context: Context, title: str, columns: list[Column]) -> Table:
+def add_scores(context: Context, item: Item, columns: list[Column]) -> None:
     """Ours, its controls and the paper's numbers below each other; the best of ours is bold."""
-    table = Table(title, ["method", *(column.head for column in columns)])
+    item.head = ["method", *(column.head for column in columns)]
     ours: dict[str, list[Entry]] = {}
     for row in context.main:
         ours[row.name] = [row.entry(column) for column in columns]
-        if row.name not in reproduce.METHODS and all(entry.text == "-" for entry in ours[row.name]):
-            continue
-        table.rows.append([Entry(row.name), *ours[row.name]])
+        item.add(row.name, ours[row.name], always=row.name in reproduce.METHODS)
         for name, metrics in CONTROLS.items():
             controls = [replace(column, metric=metrics.get(column.metric, "")) for column in columns]
-            entries = [row.entry(column) for column in controls]
-            if any(entry.text != "-" for entry in entries):
-                table.rows.append([Entry(f"{row.name}, {name}", beside=True), *entries])
+            item.add(f"{row.name}, {name}", [row.entry(column) for column in controls], beside=True)
         if row.name in reproduce.METHODS:
-            table.rows.append([Entry(f"{row.name}, paper", beside=True)])
+            papers = []
             for column in columns:
                 over = row.over(column)
                 same = all(over) and over != column.suites  # ours lacks tasks; if it lacks a suite, there is no number
                 text = number(published(row.name, column, over if same else column.suites))
-                table.rows[-1].append(Entry(text, ["the paper's mean over the same tasks as ours"] if same else []))
+                papers.append(Entry(text, ["the paper's mean over the same tasks as ours"] if same else []))
+            item.add(f"{row.name}, paper", papers, beside=True)
     for place, column in enumerate(columns):
         stats = {row.name: row.stat(column) for row in context.main if row.stat(column)}
         over = {str(row.over(column)) for row in context.main if row.name in stats}
@@ -239,7 +237,6 @@ def score_table(context: Context, title: str, columns: list[Column]) -> Table:
             best = (min if column.metric == "eval/nmse" else max)(stat.mean for stat in stats.values())
             for name, stat in stats.items():
                 ours[name][place].bold = stat.mean == best
-    return table
 
 
 def metric_word(suite: str, metric: str) -> str:
@@ -259,98 +256,94 @@ def summary_columns(scores: dict[str, str]) -> list[Column]:
     return columns
 
 
-def score_tables(context: Context) -> list[Item]:
+def score_tables(context: Context) -> Iterator[Item]:
     """The paper's main table, and one table per metric, suite and render with every task."""
     columns = summary_columns(dict.fromkeys(SUITES, "eval/normalised_paper"))
     for render, word in WORDS.items():
         columns.append(Column(f"both NMSE {word}", "eval/nmse", render, list(SUITES.values())))
-    table = score_table(context, "Latent action quality and behaviour cloning", columns)
-    table.caption = (
+    title = "Latent action quality and behaviour cloning"
+    item = Item("aggregate", title, "Tables", context.command("main-table"))
+    item.text = (
         "Mean over tasks of means over seeds ± mean of standard deviations over seeds (n - 1); both: mean of the two "
         "suites. NMSE: error of a linear probe, lower is better; untrained: the same probe before training. "
         f"{SCORE_WORDS} data's expert: relative to that. Bold: best of ours."
     )
-    items = [Item("aggregate", "Main table", "Tables", context.command("main-table"), table=table)]
+    add_scores(context, item, columns)
+    yield item
     for kind, suite, render in itertools.product(("nmse", "return"), SUITES, ("distractor", "vanilla")):
         metric = "eval/nmse" if kind == "nmse" else "eval/normalised_paper"
         word = "NMSE" if kind == "nmse" else f"normalised {SCORES[suite]}"
         title = f"{NAMES[suite]}, {'clean' if render == 'vanilla' else 'with distractors'}: {word}"
-        table = score_table(context, title, [Column(env, metric, render, [[env]]) for env in SUITES[suite]])
-        table.caption = "Mean ± standard deviation (n - 1) over seeds."
         command = context.command("main-table", "--env", *SUITES[suite])
-        items.append(Item(f"{kind}_{suite}_{render}", title, "Tables", command, table=table))
+        item = Item(f"{kind}_{suite}_{render}", title, "Tables", command)
+        item.text = "Mean ± standard deviation (n - 1) over seeds."
         if not any(row.cells[key].runs for row in context.main for key in row.cells if key[0] in SUITES[suite]):
-            items[-1].missing = "No runs of these tasks yet: only the paper's numbers."
-    for item in items:
-        item.table.write(context.out, item.name)
-    return items
+            item.missing = "No runs of these tasks yet: only the paper's numbers."
+        add_scores(context, item, [Column(env, metric, render, [[env]]) for env in SUITES[suite]])
+        yield item
 
 
 def cost_table(context: Context) -> Item:
     """Hours, memory and speed of runs, per method, suite and machine, beside the paper's hours."""
-    stages = ["slots", "lam", "policy", "decoder"]
-    head = ["method", "suite", "machine", "runs", "hours", *stages, "rest", "peak GiB", "samples/s of lam"]
-    table = Table("Wall-clock time and memory per run", [*head, "paper, A100 hours"])
+    item = Item("cost", "Wall-clock time and memory per run", "Tables", context.command("main-table"))
+    item.text = (
+        "Means over runs, hours of one process. Memory: the largest peak, of the GPU, or of the process without one. "
+        "rest: latents, features, probe, rollouts, and flow or DINOv2's features where the run computed them."
+    )
+    stages = ["slots", "lam", "policy", "decoder", "rest"]
+    item.head = ["method", "suite", "machine", "runs", "hours", *stages, "peak GiB", "samples/s of lam"]
+    item.head.append("paper, A100 hours")
     for row, (suite, envs) in itertools.product(context.main, SUITES.items()):
         cells = [cell for (env, _), cell in row.cells.items() if env in envs and cell.runs]
         by_machine = collections.defaultdict(list)
         for result in (run.result for cell in cells for run in cell.runs):
             by_machine[result["machine"].get("gpu") or result["machine"]["cpu"]].append(result)
         for machine, members in by_machine.items():
-            # decoder-2000 and rollout-2000 belong to a further label budget, which a usual run has not.
-            spent = [{name: value for name, value in one["seconds"].items() if "-" not in name} for one in members]
-            hours = [np.mean([seconds.get(stage, 0.0) for seconds in spent]) / 3600 for stage in stages]
-            total = np.mean([sum(seconds.values()) for seconds in spent]) / 3600
-            texts = [row.name, suite.upper(), machine, str(len(members))]
-            texts += [f"{value:.2f}" for value in (total, *hours, total - sum(hours))]
+            hours = collections.Counter()  # by stage, mean over the runs
+            for name, seconds in itertools.chain(*(one["seconds"].items() for one in members)):
+                # decoder-2000 and rollout-2000 belong to a further label budget, which a usual run has not.
+                if "-" not in name:
+                    hours[name if name in stages else "rest"] += seconds / 3600 / len(members)
+            texts = [suite.upper(), machine, f"{len(members)}", f"{hours.total():.2f}"]
+            texts += [f"{hours[stage]:.2f}" for stage in stages]
             texts.append(f"{max(one['peak_memory_gib'] for one in members):.1f}")
             texts.append(f"{np.mean([one['stages']['lam']['samples_per_s'] for one in members]):.0f}")
             theirs = PAPER["wall_clock_hours_a100"].get(row.name.split("@")[0])
-            table.rows.append([Entry(text) for text in [*texts, f"{theirs[suite]:.1f}" if theirs else "-"]])
-            table.rows[-1][0].notes = list(dict.fromkeys(note for cell in cells for note in cell.notes))
-    table.caption = (
-        "Means over runs, hours of one process. Memory: the largest peak, of the GPU, or of the process without one. "
-        "rest: latents, features, probe, rollouts, and flow or DINOv2's features where the run computed them."
-    )
-    item = Item("cost", table.title, "Tables", context.command("main-table"), table=table)
-    item.missing = "" if table.rows else "No finished runs of the main table."
-    table.write(context.out, "cost")
+            item.add(row.name, [*texts, f"{theirs[suite]:.1f}" if theirs else "-"])
+            item.rows[-1][0].notes = list(dict.fromkeys(note for cell in cells for note in cell.notes))
+    item.missing = "" if item.rows else "No finished runs of the main table."
     return item
 
 
 def compute_table(context: Context) -> Item:
     """Hours of all finished runs of each method script: every seed, task, ablation and sweep."""
-    table = Table("Total hours of all finished runs", ["script", "runs", "hours on a GPU", "hours on a CPU"])
-    for script, members in itertools.groupby(
-        sorted(context.finished, key=lambda run: run.script), lambda run: run.script
-    ):
-        results = [run.result for run in members]
-        hours = {True: 0.0, False: 0.0}
-        for result in results:
-            hours[result["machine"].get("gpu") is not None] += sum(result["seconds"].values()) / 3600
-        texts = [script, str(len(results)), f"{hours[True]:.1f}", f"{hours[False]:.1f}"]
-        table.rows.append([Entry(text) for text in texts])
-    table.caption = "What a run took from another one, such as its untrained control, counts where it was computed."
-    table.write(context.out, "compute")
-    return Item("compute", table.title, "Tables", context.command("all"), table=table)
+    item = Item("compute", "Total hours of all finished runs", "Tables", context.command("all"))
+    item.text = "What a run took from another one, such as its untrained control, counts where it was computed."
+    item.head = ["script", "runs", "hours on a GPU", "hours on a CPU"]
+    counts = collections.Counter(run.script for run in context.finished)
+    hours = collections.Counter()
+    for run in context.finished:
+        on_gpu = run.result["machine"].get("gpu") is not None
+        hours[run.script, on_gpu] += sum(run.result["seconds"].values()) / 3600
+    for script, count in sorted(counts.items()):
+        item.add(script, [f"{count}", f"{hours[script, True]:.1f}", f"{hours[script, False]:.1f}"])
+    return item
 
 
 def expert_table(context: Context) -> Item:
     """Return or success rate and action variance of the experts behind the data of these runs, beside the paper's."""
-    head = ["task", "expert", "score", "paper's score", "action variance", "paper's variance"]
-    table = Table("Experts", head, caption="Score: mean return, on Meta-World the success rate, of the train split.")
+    item = Item("experts", "Experts", "Tables", "python make_dataset.py --env all")
+    item.text = "Score: mean return, on Meta-World the success rate, of the train split."
+    item.head = ["task", "expert", "score", "paper's score", "action variance", "paper's variance"]
     experts = {(run.env, run.args["train_hash"]): run.result["dataset"]["train"] for run in context.finished}
-    for (env, _), data in sorted(experts.items(), key=lambda item: list(TASKS).index(item[0][0])):
+    for (env, _), data in sorted(experts.items(), key=lambda pair: list(TASKS).index(pair[0][0])):
         task, plan = get_task(env), data["plan"]
         score = data["mean_return"] if data["success_rate"] is None else data["success_rate"]
-        texts = [env, plan["expert"], f"{score:.3f}", f"{task.expert_score}"]
-        texts += [f"{data['action_variance']:.4f}", f"{task.action_variance}"]
         short = plan["episode_length"] < task.max_steps
         notes = [f"episodes of at most {plan['episode_length']} steps, the task has {task.max_steps}"] if short else []
-        table.rows.append([Entry(text) for text in texts])
-        table.rows[-1][2].notes = notes
-    table.write(context.out, "experts")
-    return Item("experts", table.title, "Tables", "python make_dataset.py --env all", table=table)
+        variances = [f"{data['action_variance']:.4f}", f"{task.action_variance}"]
+        item.add(env, [plan["expert"], Entry(f"{score:.3f}", notes), f"{task.expert_score}", *variances])
+    return item
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -411,29 +404,24 @@ def interval_figure(context: Context) -> Item:
     )
     suites = [suite for suite, envs in SUITES.items() if set(envs) & set(context.envs)]
     columns = summary_columns({suite: score_metric(suite, context.main) for suite in suites})
-    table = Table(item.title, ["method", *(column.head for column in columns)], caption=item.text)
+    item.head = ["method", *(column.head for column in columns)]
     panels: dict[str, Panel] = {}
     for row in context.main:
-        entries = []
-        for column in columns:
+        entries = [row.entry(column) for column in columns]
+        for column, entry in zip(columns, entries):
             values = [row.cells[env, column.render].values(column.metric) for env in row.over(column)[0]]
             interval = report.iqm_interval(values, BOOTSTRAP)
-            entries.append(Entry("-") if interval is None else row.entry(column))
             if interval is not None:
-                text = "{:.4f}" if np.isnan(interval[1]) else "{:.4f} [{:.4f}, {:.4f}]"
-                entries[-1].text = text.format(*interval)
+                entry.text = ("{:.4f}" if np.isnan(interval[1]) else "{:.4f} [{:.4f}, {:.4f}]").format(*interval)
                 head, _, word = column.head.rpartition(" ")
                 panel = panels.setdefault(head, Panel(head, {word: {} for word in WORDS.values()}))
                 panel.lines[word][row.name] = interval
-        if any(entry.text != "-" for entry in entries):
-            table.rows.append([Entry(row.name), *entries])
-    if not panels:
+        item.add(row.name, entries)
+    if panels:
+        names = [row[0].text for row in item.rows]
+        item.pictures = [draw(context.out / "iqm.png", list(panels.values()), "", names)]
+    else:
         item.missing = "No finished runs of the main table that may be averaged."
-        return item
-    names = [row[0].text for row in table.rows]
-    item.pictures = [draw(context.out / "iqm.png", list(panels.values()), "", names)]
-    item.table = table
-    table.write(context.out, "iqm_table")
     return item
 
 
@@ -500,22 +488,22 @@ def experiment_figure(context: Context, name: str) -> Item:
     for env in context.envs:
         counts = [sum(bool(row.cells[env, "distractor"].runs) for row in points.values()) for points in lines.values()]
         envs += [env] if max(counts) > 1 else []
-    if not envs:
-        item.missing = f"No task has finished runs of two values of {experiment.flag or 'its rows'}."
-        return item
     columns, panels = panel_columns(envs, metrics), []
     for column in columns:  # in a mean over tasks only points that each of them has
         stats = {row.name: stat for row in rows if (stat := row.stat(column, whole=True))}
-        panels.append(Panel(column.head, {}, {row.name: stats[row.name].mean for row in dashed if row.name in stats}))
+        panel = Panel(column.head, {}, {row.name: stats[row.name].mean for row in dashed if row.name in stats})
         for line, points in lines.items():
             there = {x: stats[row.name] for x, row in points.items() if row.name in stats}
-            panels[-1].lines[line] = {x: (mean, mean - std, mean + std) for x, (mean, std) in there.items()}
-    names = None if experiment.flag else list(experiment.rows)
-    item.pictures = [draw(context.out / f"{item.name}.png", panels, experiment.flag, names)]
-    item.table = Table(item.title, ["", *(column.head for column in columns)], caption=item.text)
-    item.table.rows = [[Entry(row.name), *(row.entry(column) for column in columns)] for row in rows]
-    item.table.rows = [row for row in item.table.rows if any(entry.text != "-" for entry in row[1:])]
-    item.table.write(context.out, f"{item.name}_table")
+            panel.lines[line] = {x: (mean, mean - std, mean + std) for x, (mean, std) in there.items()}
+        panels += [panel] if any(panel.lines.values()) else []
+    if panels:
+        names = None if experiment.flag else list(experiment.rows)
+        item.pictures = [draw(context.out / f"{item.name}.png", panels, experiment.flag, names)]
+    else:
+        item.missing = f"No task has finished runs of two values of {experiment.flag or 'its rows'} on the same data."
+    item.head = ["", *(column.head for column in columns)]
+    for row in rows:
+        item.add(row.name, [row.entry(column) for column in columns])
     return item
 
 
@@ -559,25 +547,22 @@ def eigen_cam(activations: Tensor) -> Tensor:
     is not negative where they are not, so its sign is known. A picture without activations has no saliency.
     """
     matrix = activations.double().flatten(2).transpose(1, 2)  # (B, h w, C)
-    _, _, right = torch.linalg.svd(matrix, full_matrices=False)
-    saliency = (matrix @ right[:, 0, :, None]).squeeze(-1).abs().view(len(matrix), *activations.shape[-2:])
+    left, values, _ = torch.linalg.svd(matrix, full_matrices=False)
+    saliency = (left[..., 0] * values[:, :1]).abs().view(len(matrix), *activations.shape[-2:])
     low, high = saliency.amin((1, 2), keepdim=True), saliency.amax((1, 2), keepdim=True)
     return ((saliency - low) / (high - low).clamp(min=1e-12)).to(activations.dtype)
 
 
-def last_activations(model: nn.Module, function: Callable[[], Any]) -> Tensor:
-    """What the last convolutional block that `function` runs in a model gives, after the ReLU that follows it."""
+def last_activations(model: Any, inputs: Tensor) -> Tensor:
+    """What the last convolutional block gives that inference of latent actions runs, after the ReLU that follows it."""
     outputs: list[Tensor] = []
 
     def keep(module: nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.dim() == 4:
             outputs.append(output)
 
-    hooks = [module.register_forward_hook(keep) for module in model.modules()]
-    with torch.inference_mode():
-        function()
-    for hook in hooks:
-        hook.remove()
+    with nn.modules.module.register_module_forward_hook(keep), torch.inference_mode():
+        model.infer(inputs)
     return F.relu(outputs[-1])
 
 
@@ -591,49 +576,45 @@ def heat(frames: Tensor, saliency: Tensor) -> np.ndarray:
     return (mixed.clip(0, 1) * 255).round().astype(np.uint8)
 
 
-def eigen_cam_strip(model: Any, inputs: Tensor, frames: Tensor) -> tuple[Any, Tensor]:
-    """Eigen-CAM of the IDM over the current frames, and those frames (B, 3, H, W)."""
-    # A model that encodes the current and the later stack in one pass has the current ones first.
-    activations = last_activations(model, lambda: model.infer(inputs))[: len(frames)]
-    return heat(frames[:, 2], eigen_cam(activations)), frames[:, 2]
-
-
-def prediction_strip(model: Any, inputs: Tensor, frames: Tensor) -> tuple[Any, Tensor]:
-    """Predicted next frames (B, 3, H, W), and the true ones as the model sees them; None if it predicts no pictures."""
-    with torch.inference_mode():
-        prediction = model(inputs)[0].float()
-    return (prediction if prediction.dim() == 4 else None), inputs[:, 3, :3]
-
-
-def strip_batch(dataset: Dataset, length: int = STRIP, fields: tuple[str, ...] = ("frames", "masks")) -> Batch:
-    """Consecutive transitions of the first episode from its 20th on, or the last that it has."""
+def strip_batch(dataset: Dataset, fields: set[str]) -> Batch:
+    """Consecutive transitions of the first episode from `frame_shown` on, or the last that it has."""
     stop = dataset.episode_start[1] - 1
-    index = np.arange(stop)[max(0, min(20, stop - length)) :][:length]
-    return next(sequential(dataset, length, max_offset=1, device=torch.device("cpu"), fields=fields, indices=index))
+    index = np.arange(stop)[max(0, min(SHOWN, stop - STRIP)) :][:STRIP]
+    return next(
+        sequential(dataset, STRIP, max_offset=1, device=torch.device("cpu"), fields=tuple(fields), indices=index)
+    )
 
 
-def strip_figure(context: Context, item: Item, chosen: dict[str, Run], strip: Callable) -> Item:
+def strip_figure(context: Context, item: Item, chosen: dict[str, Run], cam: bool = False) -> Item:
     """Rows of consecutive held-out transitions: the frames that the rows below are about, then a row per run.
 
-    strip: `eigen_cam_strip` or `prediction_strip`. What cannot be drawn is said in the item.
+    cam: Eigen-CAM of the IDM over the current frames; else the predicted next frames. What cannot be drawn is said in
+    the item.
     """
     item.text += " The outline is the agent's mask. LAPO-Slots' model sees and predicts slots, which are no pictures."
-    label, place = ("o(t)", 2) if strip is eigen_cam_strip else ("o(t+1)", 3)
-    rows: dict[str, Any] = {}
+    label, place = ("o(t)", 2) if cam else ("o(t+1)", 3)
+    rows: dict[str, Tensor | np.ndarray] = {}
     above, masks = torch.empty(0), None
     for name, run in chosen.items():
         try:
             module, args, model = report.load_model(run)
-            fields = module.input_fields(args)
+            fields = set(module.input_fields(args))
             if "frames" not in fields:  # it sees no pictures
                 continue
             args.data_dir = context.test_set(run).data_dir
-            batch = strip_batch(module.open_split(args, "test"), fields=tuple({*fields, "masks"}))
+            batch = strip_batch(module.open_split(args, "test"), fields | {"masks"})
         except UserError as error:
             item.missing += f"{name}: {error}. "
             continue
-        images, frames = strip(model, module.model_inputs(batch, args), normalise(batch.frames))
-        if images is None:
+        inputs = module.model_inputs(batch, args)
+        frames = inputs[:, place, :3]  # as the model sees them
+        if cam:
+            # A model that encodes the current and the later stack in one pass has the current ones first.
+            images = heat(frames, eigen_cam(last_activations(model, inputs)[: len(frames)]))
+        else:
+            with torch.inference_mode():
+                images = model(inputs)[0].float()
+        if images.ndim != 4:  # it predicts no pictures
             continue
         if not torch.equal(frames, above):  # the first ones, or others than those above
             rows[f"{label}, {name}" if rows else label] = above = frames
@@ -645,124 +626,136 @@ def strip_figure(context: Context, item: Item, chosen: dict[str, Run], strip: Ca
     return item
 
 
-def strip_figures(context: Context, env: str) -> list[Item]:
+def strip_figures(context: Context, env: str) -> Iterator[Item]:
     """Eigen-CAM of the IDMs, next frames of the world models, and those under occlusion."""
-    command = context.command("main-table", "--env", env)
-    chosen = context.first_runs(env)
-    cam = Item(f"eigen_cam_{env}", f"Eigen-CAM of the IDM, {env}", "Latent space", command)
-    cam.text = (
+    command, chosen = context.command("main-table", "--env", env), context.first_runs(env)
+    item = Item(f"eigen_cam_{env}", f"Eigen-CAM of the IDM, {env}", "Latent space", command)
+    item.text = (
         "Projection of the last convolutional block's output (after its ReLU) on its first singular vector, per frame; "
         "red is high. For LAOM-Labels: the encoder's, of the current stack."
     )
-    world = Item(f"world_model_{env}", f"World models, {env}", "World models", command)
-    world.text = "LAOM-Labels predicts embeddings, which have no picture."
-    items = [
-        strip_figure(context, cam, chosen, eigen_cam_strip),
-        strip_figure(context, world, chosen, prediction_strip),
-    ]
-    for line, points in experiment_rows(context, reproduce.EXPERIMENTS["occlusion"]).items():
+    yield strip_figure(context, item, chosen, cam=True)
+    item = Item(f"world_model_{env}", f"World models, {env}", "World models", command)
+    item.text = "LAOM-Labels predicts embeddings, which have no picture."
+    yield strip_figure(context, item, chosen)
+    occlusion, command = reproduce.EXPERIMENTS["occlusion"], context.command("occlusion", "--env", env)
+    for line, points in experiment_rows(context, occlusion).items():
         members = {f"{share:.0%}": row.cells[env, "distractor"].runs for share, row in points.items()}
-        chosen = {share: runs_there[0] for share, runs_there in members.items() if runs_there}
-        if len(chosen) > 1 or env in reproduce.EXPERIMENTS["occlusion"].envs:
+        chosen = {share: finished[0] for share, finished in members.items() if finished}
+        if len(chosen) > 1 or env in occlusion.envs:
             item = Item(f"occlusion_{env}_{line.split()[0]}", f"Occlusion {line}, {env}", "World models", command)
-            item.command = context.command("occlusion", "--env", env)
             item.text = "Shares of the agent's box that are occluded."
-            items.append(strip_figure(context, item, chosen, prediction_strip))
-    return items
+            yield strip_figure(context, item, chosen)
+
+
+def true_masks(dataset: Dataset, index: np.ndarray) -> Tensor:
+    """Masks of frames, float32 (N, 1, H, W) of zeros and ones."""
+    return unpack_masks(torch.from_numpy(dataset.masks(index)), dataset.image_size, dataset.image_size)
+
+
+def in_white(masks: Tensor) -> np.ndarray:
+    """Pictures of masks (N, 1, H, W): uint8 (N, H, W, 3)."""
+    return (255 * masks.movedim(1, -1).expand(-1, -1, -1, 3)).byte().numpy()
+
+
+def frame_shown(dataset: Dataset) -> int:
+    """A frame of the first episode in which the agent moves."""
+    return min(SHOWN, dataset.episode_start[1] - 1)
+
+
+def task_figure(context: Context, item: Item, mask_source: str, images: Callable[[Dataset], list[np.ndarray]]) -> Item:
+    """A row of pictures of every task that has runs, and data with such masks."""
+    rows: dict[str, np.ndarray] = {}
+    for env in context.envs:
+        try:
+            rows[env] = np.concatenate(images(context.some_test_set(env, mask_source)))
+        except UserError as error:
+            item.missing += f"{env}: {error}. "
+    if rows:
+        item.pictures = [pictures.rows(context.out / f"{item.name}.png", rows)]
+    return item
 
 
 def sam_figure(context: Context) -> Item:
     """The prompt and the masks of SAM of every task that has them."""
     item = Item("sam_masks", "Masks of SAM 2.1", "Masks", "python make_masks.py --env all")
     item.text = (
-        "From the left: an episode's first frame, the prompt (one box per task), the mask there; frame 20, its mask. "
-        "The tracker follows the agent from the first frame on."
+        f"From the left: an episode's first frame, the prompt (one box per task), the mask there; frame {SHOWN}, its "
+        "mask. The tracker follows the agent from the first frame on."
     )
-    rows: dict[str, np.ndarray] = {}
-    for env in context.envs:
-        try:
-            dataset = context.some_test_set(env, "sam")
-        except UserError as error:
-            item.missing += f"{env}: {error}. "
-            continue
-        size = dataset.image_size
-        index = np.array([0, min(20, dataset.episode_start[1] - 1)])
-        frames, packed = dataset.frames(index), torch.from_numpy(dataset.masks(index))
-        masks = unpack_masks(packed[None], size, size)[0].movedim(1, -1).expand(-1, -1, -1, 3)
-        masks = (255 * masks).byte().numpy()
-        x0, y0, x1, y1 = (round(edge) for edge in get_task(env).scaled_box(size))
+
+    def images(dataset: Dataset) -> list[np.ndarray]:
+        index, size = np.array([0, frame_shown(dataset)]), dataset.image_size
+        frames, masks = dataset.frames(index), in_white(true_masks(dataset, index))
+        x0, y0, x1, y1 = (round(edge) for edge in get_task(dataset.env).scaled_box(size))
         box = np.zeros((1, size, size), bool)
         box[:, y0:y1, x0:x1] = True
         prompt = pictures.outline(frames[:1], box, 1, pictures.TRUTH)
-        rows[env] = np.concatenate([frames[:1], prompt, masks[:1], frames[1:], masks[1:]])
-    if rows:
-        item.pictures = [pictures.rows(context.out / "sam_masks.png", rows)]
-    item.missing = item.missing or ("" if rows else "No task with runs has masks of SAM.")
-    return item
+        return [frames[:1], prompt, masks[:1], frames[1:], masks[1:]]
+
+    return task_figure(context, item, "sam", images)
 
 
 def environment_figure(context: Context) -> Item:
     """A held-out frame of every task that has data: clean, with distractors, and the agent's mask."""
     item = Item("environments", "Environments", "Masks", "python make_dataset.py --env all")
     item.text = "From the left: the clean render, the same state with distractors, and the agent's mask there."
-    rows: dict[str, np.ndarray] = {}
-    for env in context.envs:
-        try:
-            there = context.some_test_set(env, "gt")
-            sets = [Dataset(there.data_dir, env, "test", render) for render in ("clean", "distractor")]
-        except UserError as error:
-            item.missing += f"{env}: {error}. "
-            continue
-        index, size = np.array([min(20, there.episode_start[1] - 1)]), there.image_size
-        mask = unpack_masks(torch.from_numpy(sets[1].masks(index)), size, size)
-        mask = (255 * mask.movedim(1, -1).expand(-1, -1, -1, 3)).byte().numpy()
-        rows[env] = np.concatenate([*(dataset.frames(index) for dataset in sets), mask])
-    if rows:
-        item.pictures = [pictures.rows(context.out / "environments.png", rows)]
-    return item
+
+    def images(dataset: Dataset) -> list[np.ndarray]:
+        renders = [Dataset(dataset.data_dir, dataset.env, "test", render) for render in ("clean", "distractor")]
+        index = np.array([frame_shown(dataset)])
+        return [*(render.frames(index) for render in renders), in_white(true_masks(renders[1], index))]
+
+    return task_figure(context, item, "gt", images)
 
 
 def dilation_figure(context: Context, env: str) -> Item:
     """A frame and its mask, grown and shrunk by 0 to 3 pixels as MaskLAM does."""
     item = Item(f"mask_dilation_masks_{env}", f"Grown and shrunk masks, {env}", "Masks", "python make_figures.py")
-    item.text = "o(t), then its mask, grown (above) or shrunk by 0, 1, 2, 3 pixels."
     try:
         dataset = context.some_test_set(env, "gt")
     except UserError as error:
         item.missing = str(error)
         return item
-    batch = strip_batch(dataset, 1)
-    frame = normalise(batch.frames)[:, 2]
-    mask = unpack_masks(batch.masks, *frame.shape[-2:])[:, 2:3]
+    index = np.array([frame_shown(dataset)])
+    mask = true_masks(dataset, index)[None]  # dilate's are (B, F, 1, H, W)
     rows = {}
     for label, sign in (("dilation", 1), ("erosion", -1)):
-        masks = [dilate(mask, sign * pixels)[:, 0].expand(-1, 3, -1, -1) - 0.5 for pixels in range(4)]
-        rows[label] = torch.cat([frame, *masks])
-    index = dataset.transitions[:: max(1, dataset.num_transitions // 200)]
-    truth = unpack_masks(torch.from_numpy(dataset.masks(index))[:, None], *frame.shape[-2:])
-    item.text += " mIoU with the true masks over held-out frames:"
-    for pixels in reproduce.EXPERIMENTS["mask-dilation"].values:
-        changed = dilate(truth, pixels) if pixels else truth
-        shared, either = (truth * changed).sum((1, 2, 3, 4)), torch.maximum(truth, changed).sum((1, 2, 3, 4))
-        item.text += f" {pixels:+d}: {(shared / either.clamp(min=1)).mean():.3f};"
+        masks = [in_white(dilate(mask, sign * pixels)[0]) for pixels in range(4)]
+        rows[label] = np.concatenate([dataset.frames(index), *masks])
     item.pictures = [pictures.rows(context.out / f"{item.name}.png", rows)]
+    item.text = "o(t), then its mask, grown (above) or shrunk by 0, 1, 2, 3 pixels."
+    item.text += " mIoU with the true masks over held-out frames:"
+    truth = true_masks(dataset, dataset.transitions[:: max(1, dataset.num_transitions // 200)])[None]
+    for pixels in reproduce.EXPERIMENTS["mask-dilation"].values:
+        changed = dilate(truth, pixels)
+        both, either = (truth * changed).sum((2, 3, 4)), torch.maximum(truth, changed).sum((2, 3, 4))
+        item.text += f" {pixels:+d}: {(both / either.clamp(min=1)).mean():.3f};"
     return item
 
 
-def own_pictures(context: Context, env: str) -> list[Item]:
+def own_pictures(context: Context, env: str) -> Iterator[Item]:
     """What methods draw of themselves at the end of a run, of every seed: LAOF's flow, LAPO-Slots' slots."""
-    command, items = context.command("main-table", "--env", env), []
+    command = context.command("main-table", "--env", env)
     for row, name in itertools.product(context.main, ("flow", "slots")):
         members = [run for run in row.cells[env, "distractor"].runs if (run.dir / f"{name}.png").exists()]
         if members:
             item = Item(f"{name}_{env}", f"{row.name}: {name}, {env}", "Baselines", command)
             item.text = f"Seeds {', '.join(str(run.seed) for run in members)}."
             item.pictures = [run.dir / f"{name}.png" for run in members]
-            items.append(item)
-    return items
+            yield item
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+COMPARED = {
+    "eval/nmse": ("NMSE", "{:.3f}"),
+    "eval/nmse_untrained": ("untrained", "{:.3f}"),
+    "eval/return": ("return", "{:.1f}"),
+    "eval/success_rate": ("success", "{:.2f}"),
+    "eval/normalised_paper": ("of the paper's expert", "{:.1%}"),
+}
 
 
 def compare(run_dirs: list[Path]) -> str:
@@ -772,24 +765,37 @@ def compare(run_dirs: list[Path]) -> str:
         if run.result is None:
             raise UserError(f"{run.dir} is not finished: rerun its command")
     stages = list(dict.fromkeys(stage for run in members for stage in run.result["seconds"]))
-    head = ["method", "env", "variant", "seed", "NMSE", "untrained", "return", "success", "of the paper's expert"]
-    table = Table("", head + [f"{stage} s" for stage in stages])
-    formats = {"eval/nmse": "{:.3f}", "eval/nmse_untrained": "{:.3f}", "eval/return": "{:.1f}"}
-    formats |= {"eval/success_rate": "{:.2f}", "eval/normalised_paper": "{:.1%}"}
+    heads = [head for head, _ in COMPARED.values()]
+    item = Item("", head=["method", "env", "variant", "seed", *heads, *(f"{stage} s" for stage in stages)])
+    seeds = collections.defaultdict(list)
     for run in members:
-        values = [run.result["metrics"].get(name) for name in formats]
-        texts = ["-" if value is None else text.format(value) for text, value in zip(formats.values(), values)]
-        seconds = [f"{run.result['seconds'].get(stage, float('nan')):.0f}" for stage in stages]
-        table.rows.append([Entry(text) for text in (run.script, run.env, run.variant, str(run.seed), *texts, *seconds)])
-    lines = [table.markdown()]
-    for name, group in itertools.groupby(members, lambda run: (run.script, run.env, run.variant)):
-        values = [run.result["metrics"]["eval/nmse"] for run in group]
-        lines += (
-            [f"{' '.join(name)}: NMSE {number(report.stat(values))} over {len(values)} seeds"]
-            if len(values) > 1
-            else []
-        )
+        metrics, seconds = run.result["metrics"], run.result["seconds"]
+        values = [(metrics.get(name), form) for name, (_, form) in COMPARED.items()]
+        values += [(seconds.get(stage), "{:.0f}") for stage in stages]
+        texts = ["-" if value is None else form.format(value) for value, form in values]
+        item.add(run.script, [run.env, run.variant, str(run.seed), *texts])
+        seeds[f"{run.script} {run.env} {run.variant}"].append(metrics["eval/nmse"])
+    lines = [item.markdown()]
+    for name, values in seeds.items():
+        if len(values) > 1:
+            lines.append(f"{name}: NMSE {number(report.stat(values))} over {len(values)} seeds")
     return "\n".join([*lines, *(picture for run in members for picture in run.result.get("pictures", []))])
+
+
+def figures(context: Context, envs: list[str]) -> Iterator[Item]:
+    """Everything on the page, one after the other. envs: tasks of the pictures."""
+    yield from score_tables(context)
+    for table in (interval_figure, cost_table, compute_table, expert_table):
+        yield table(context)
+    for experiment in list(reproduce.EXPERIMENTS)[1:]:
+        yield experiment_figure(context, experiment)
+    for env in envs:
+        yield umap_figure(context, env)
+        yield from strip_figures(context, env)
+        yield from own_pictures(context, env)
+        yield dilation_figure(context, env)
+    yield environment_figure(context)
+    yield sam_figure(context)
 
 
 def main(args: Args) -> None:
@@ -809,28 +815,21 @@ def main(args: Args) -> None:
     print(f"{len(members)} runs, {len(context.finished)} finished")
     usual = [env for env in ("cheetah-run", "push") if env in context.envs] or context.envs[:1]
     envs = [get_task(env).name for env in args.env] or usual
-    steps: list[functools.partial] = [
-        functools.partial(step, context)
-        for step in (score_tables, interval_figure, cost_table, compute_table, expert_table)
-    ]
-    steps += [functools.partial(experiment_figure, context, name) for name in list(reproduce.EXPERIMENTS)[1:]]
-    for step, env in itertools.product((umap_figure, strip_figures, own_pictures, dilation_figure), envs):
-        steps.append(functools.partial(step, context, env))
-    items: list[Item] = []
-    steps += [functools.partial(step, context) for step in (environment_figure, sam_figure)]
-    for step in steps:
+    items = []
+    for item in figures(context, envs):
+        items.append(item)
+        print(
+            item.title + (f"; missing: {item.missing.strip()}\n    {item.command}" if item.missing else ""), flush=True
+        )
+        if item.rows:
+            item.write(args.out)
         if stop_requested():
             raise Stopped("what is drawn stays; rerun the same command to draw everything again")
-        print(" ".join([step.func.__name__.replace("_", " "), *step.args[1:]]), flush=True)
-        new = step()
-        items += new if isinstance(new, list) else [new]
     about = f"{len(context.finished)} finished runs of {len(members)} in {args.runs_dir}, {scale}, {args.seeds} seeds "
     about += f"asked for; commits: {', '.join(sorted({run.commit for run in context.finished})) or 'none'}. "
     path = report.page(args.out / "index.html", "MaskLAM: tables and figures", about + " ".join(problems), items)
-    missing = [item for item in items if item.missing]
-    for item in missing:
-        print(f"missing: {item.title}: {item.missing.strip()}\n    {item.command}")
-    print(f"{len(items) - len(missing)} tables and figures, {len(missing)} with something missing: {path}")
+    missing = sum(bool(item.missing) for item in items)
+    print(f"{len(items) - missing} tables and figures, {missing} with something missing: {path}")
 
 
 if __name__ == "__main__":

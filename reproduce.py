@@ -1,7 +1,7 @@
 """The paper's experiments: which runs each consists of, and running them on this machine or on a Slurm cluster.
 
     python reproduce.py main-table --env cheetah-run --dry-run
-    python reproduce.py all --executor slurm --partition gpu --hours 48
+    python reproduce.py all --executor slurm --slurm partition=gpu time=48:00:00
     python make_figures.py
 
 Data sets and masks that are missing are made first. Finished runs are skipped; rerun the same command to resume. Runs
@@ -183,6 +183,68 @@ EXPERIMENTS = {
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Jobs
+
+
+@dataclass(eq=False)
+class Job:
+    """A command that must have been done.
+
+    Args:
+        name: unique; names the log.
+        argv: words after ``python``.
+        done: whether there is nothing left to do. Jobs that share a data set are done together.
+        needs: jobs that must be finished before.
+        slurm_id: of the task in Slurm's queue, such as 12_3; it was last in the queue at `last_seen`.
+    """
+
+    name: str
+    argv: Sequence[str]
+    done: Callable[[], bool]
+    needs: tuple[Job, ...] = ()
+    state: Literal["waiting", "running", "finished", "failed", "not started"] = "waiting"
+    reason: str = ""
+    slurm_id: str = ""
+    last_seen: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.done():
+            self.state = "finished"
+
+    @property
+    def command(self) -> str:
+        return f"python {shlex.join(self.argv)}"
+
+    def ended(self, reason: str, started: bool = True) -> None:
+        self.state = "finished" if self.done() else "failed" if started else "not started"
+        self.reason = reason
+        print(f"{self.state}: {self.name}", flush=True)
+
+    def ready(self) -> bool:
+        """True if it can start; a job that needs one that failed is not started at all."""
+        if self.state != "waiting" or any(need.state in ("waiting", "running") for need in self.needs):
+            return False
+        if not all(need.state == "finished" or need.done() for need in self.needs):
+            self.state = "not started"
+        return self.state == "waiting"
+
+
+@dataclass(eq=False, kw_only=True)
+class RunJob(Job):
+    """The job that makes one run: a cell with a seed."""
+
+    cell: Cell
+    args: Any
+    """of the method script"""
+    run_dir: Path
+
+    @property
+    def inputs(self) -> set[tuple[str, str]]:
+        """The data set, and the masks if they are not its own: task, and masks' name or gt."""
+        return {(self.cell.env, "gt"), (self.cell.env, getattr(self.args, "mask_source", "gt"))}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The command line, and the runs that it asks for
 
 ExperimentName = Literal[(*EXPERIMENTS, "all")]
@@ -221,18 +283,9 @@ class Args:
     starts. On Slurm the limit is that of each job array: the runs on a task are one"""
     data_jobs: int | None = None
     """jobs that share the shards of a data set, and of its masks; None: 1 locally, 8 on Slurm"""
-    hours: float = 24.0
-    """Slurm: time limit of a job; one that reaches it saves and is queued again"""
-    partition: str | None = None
-    """Slurm: partition"""
-    gpus: int = 1
-    """Slurm: GPUs per job"""
-    cpus: int = 16
-    """Slurm: cores per job"""
-    memory_gb: int = 64
-    """Slurm: memory per job"""
     slurm: list[str] = field(default_factory=list)
-    """Slurm: further options of sbatch: account=lab constraint=a100"""
+    """Slurm: options for sbatch beside gpus-per-node=1 cpus-per-task=16 mem=64G time=24:00:00, or instead:
+    partition=gpu account=lab time=48:00:00. A job that reaches its time limit saves and is queued again"""
     dry_run: bool = False
     """print what would run, with estimates, and run nothing"""
 
@@ -255,33 +308,9 @@ def field_of(word: str, script: str) -> str | None:
     return next((field for field in (name, name.removeprefix("no_")) if field in fields), None)
 
 
-def check_set(items: list[str], scripts: set[str]) -> None:
-    """UserError for a flag in --set that none of the scripts has, or that the experiments themselves decide."""
-    for word in flag_words(items, "--set"):
-        fields = {field_of(word, script) for script in scripts} - {None}
-        if not fields:
-            raise UserError(f"--set {word}: no method script has this flag")
-        if fields & {"env", "seed", "quick", "variant", "data_dir", "runs_dir"}:
-            raise UserError(f"--set {word}: the experiments decide this; see --env, --seeds, --quick")
-
-
-@dataclass(frozen=True, eq=False)
-class Planned:
-    """One run: a cell with a seed, as a command line."""
-
-    cell: Cell
-    argv: tuple[str, ...]
-    """words after ``python``"""
-    args: Any
-    run_dir: Path
-
-    def finished(self) -> bool:
-        return runs.is_finished(self.run_dir, self.args)
-
-
-def planned_run(cell: Cell, seed: int, args: Args) -> Planned:
-    """The command of a cell's run. UserError if its script refuses it."""
-    script = cell.method.script
+def planned_run(cell: Cell, seed: int, args: Args) -> RunJob:
+    """The job of a cell's run. UserError if its script refuses the command."""
+    script, run_dir = cell.method.script, cell.run_dir(args.runs_dir, seed)
     further = [word for word in flag_words(args.set, "--set") if field_of(word, script)]
     words = ["--seed", str(seed), "--data-dir", str(args.data_dir), "--runs-dir", str(args.runs_dir)]
     words += ["--variant", cell.variant] if further else []  # else --set would be part of the name
@@ -292,10 +321,18 @@ def planned_run(cell: Cell, seed: int, args: Args) -> Planned:
     if clips and backgrounds != "synthetic":
         further.insert(0, f"--clips-dir={clips}")
     argv = cell.words(further)
-    return Planned(cell, (f"{script}.py", *argv, *words), parse(script, argv)[0], cell.run_dir(args.runs_dir, seed))
+    run_args, _ = parse(script, argv)
+    return RunJob(
+        name="-".join(run_dir.relative_to(args.runs_dir).parts),
+        argv=(f"{script}.py", *argv, *words),
+        done=functools.partial(runs.is_finished, run_dir, run_args),
+        cell=cell,
+        args=run_args,
+        run_dir=run_dir,
+    )
 
 
-def plan(args: Args) -> list[Planned]:
+def plan(args: Args) -> list[RunJob]:
     """The runs of an experiment. Those that experiments share are there once, with the decoders of all of them."""
     for name in args.env:
         get_task(name)
@@ -317,51 +354,17 @@ def plan(args: Args) -> list[Planned]:
             same = cells.get(key, cell)
             stages = "all" if "all" in (same.stages, cell.stages) else "lam"
             cells[key] = replace(same, label_budgets=(*same.label_budgets, *cell.label_budgets), stages=stages)
-    check_set(args.set, {cell.method.script for cell in cells.values()})
+    for word in flag_words(args.set, "--set"):
+        fields = {field_of(word, cell.method.script) for cell in cells.values()} - {None}
+        if not fields:
+            raise UserError(f"--set {word}: no method script has this flag")
+        if fields & {"env", "seed", "quick", "variant", "data_dir", "runs_dir"}:
+            raise UserError(f"--set {word}: the experiments decide this; see --env, --seeds, --quick")
     return [planned_run(cell, seed, args) for cell in cells.values() for seed in range(1, args.seeds + 1)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Jobs: data sets, masks, runs
-
-
-@dataclass(eq=False)
-class Job:
-    """A command that must have been done.
-
-    Args:
-        name: unique; names the log.
-        argv: words after ``python``.
-        done: whether there is nothing left to do. Jobs that share a data set are done together.
-        needs: jobs that must be finished before.
-        slurm_id: of the task in Slurm's queue, such as 12_3; it was last in the queue at `last_seen`.
-    """
-
-    name: str
-    argv: Sequence[str]
-    done: Callable[[], bool]
-    needs: tuple[Job, ...] = ()
-    state: Literal["waiting", "running", "finished", "failed", "not started"] = "waiting"
-    reason: str = ""
-    slurm_id: str = ""
-    last_seen: float = 0.0
-
-    @property
-    def command(self) -> str:
-        return f"python {shlex.join(self.argv)}"
-
-    def ended(self, reason: str, started: bool = True) -> None:
-        self.state = "finished" if self.done() else "failed" if started else "not started"
-        self.reason = reason
-        print(f"{self.state}: {self.name}", flush=True)
-
-    def ready(self) -> bool:
-        """True if it can start; a job that needs one that failed is not started at all."""
-        if self.state != "waiting" or any(need.state in ("waiting", "running") for need in self.needs):
-            return False
-        if not all(need.state == "finished" or need.done() for need in self.needs):
-            self.state = "not started"
-        return self.state == "waiting"
+# Data sets and masks that runs need
 
 
 def data_is_there(data_dir: Path, env: str, renders: Sequence[str], masks: str) -> bool:
@@ -386,14 +389,12 @@ def maker(args: Args, env: str, masks: str) -> list[str]:
     return [*words, "--data-dir", str(args.data_dir)]
 
 
-def all_jobs(args: Args, planned: list[Planned]) -> list[Job]:
+def all_jobs(args: Args, planned: list[RunJob]) -> list[Job]:
     """What makes missing data and masks, shared by several jobs each, and then the runs."""
     count = args.data_jobs or (1 if args.executor == "local" else 8)
-    masks_of = {run: getattr(run.args, "mask_source", "gt") for run in planned}
-    inputs = {run: {(run.cell.env, "gt"), (run.cell.env, masks)} for run, masks in masks_of.items()}
     renders: dict[tuple[str, str], set[str]] = {}  # by task and masks, what unfinished runs need
     for run in planned:
-        for key in inputs[run] if not run.finished() else ():
+        for key in run.inputs if run.state != "finished" else ():
             renders.setdefault(key, set()).add("distractor" if run.args.distractors else "clean")
     makers: dict[tuple[str, str], list[Job]] = {}
     for env, masks in sorted(renders, key=lambda key: key[1] != "gt"):  # masks after the data that they are of
@@ -402,18 +403,15 @@ def all_jobs(args: Args, planned: list[Planned]) -> list[Job]:
             argv, needs = maker(args, env, masks), tuple(makers.get((env, "gt"), ()))
             name = f"data-{env}" if masks == "gt" else f"masks-{masks}-{env}"
             makers[env, masks] = [Job(f"{name}-{number}", argv, done, needs) for number in range(1, count + 1)]
-    jobs = [job for sharing in makers.values() for job in sharing]
     for run in planned:
-        name = "-".join(run.run_dir.relative_to(args.runs_dir).parts)
-        needs = tuple(job for key in inputs[run] for job in makers.get(key, ()))
-        state = "finished" if run.finished() else "waiting"
-        jobs.append(Job(name, run.argv, run.finished, needs, state))
-    return jobs
+        run.needs = tuple(job for key in run.inputs for job in makers.get(key, ()))
+    return [*itertools.chain(*makers.values()), *planned]
 
 
-def describe(args: Args, planned: list[Planned], jobs: list[Job]) -> str:
+def describe(args: Args, jobs: list[Job]) -> str:
     """What is going to run, and what is known beforehand about hours and disk: at the paper's scale, the paper's."""
-    unfinished = [run for run in planned if not run.finished()]
+    planned = [job for job in jobs if isinstance(job, RunJob)]
+    unfinished = [run for run in planned if run.state != "finished"]
     resumed = sum((run.run_dir / "args.json").exists() for run in unfinished)
     finished, new = len(planned) - len(unfinished), len(unfinished) - resumed
     lines = [f"{len(planned)} runs: {finished} finished, {resumed} to resume, {new} to start"]
@@ -438,6 +436,7 @@ LOG_LINES = 12  # of a failed job that are shown
 ARRAY = 500  # jobs per array: Slurm's limit is 1001 by default
 QUEUE_SECONDS = 10  # between two looks at Slurm's queue
 FILE_SECONDS = 60.0  # until what a job wrote must be seen here, on a network file system
+SLURM = ("gpus-per-node=1", "cpus-per-task=16", "mem=64G", "time=24:00:00")  # options of sbatch
 SIGNAL_SECONDS = 120  # before Slurm's time limit, for the script to save
 
 
@@ -523,15 +522,12 @@ def submit(jobs: list[Job], args: Args, folder: Path) -> None:
     cases = "\n".join(f"{number}) command=({shlex.join(job.argv)}) ;;" for number, job in enumerate(jobs))
     script = JOB_SCRIPT.format(root=shlex.quote(str(ROOT)), cases=cases, python=shlex.quote(sys.executable))
     options = [f"--array=0-{len(jobs) - 1}" + (f"%{args.jobs}" if args.jobs else ""), "--job-name=reproduce"]
-    options += [f"--time={max(1, round(60 * args.hours))}", f"--signal=B:TERM@{SIGNAL_SECONDS}", "--requeue"]
-    options += [f"--cpus-per-task={args.cpus}", f"--mem={args.memory_gb}G"]
-    options += [f"--gpus-per-node={args.gpus}"] if args.gpus else []
-    options += [f"--partition={args.partition}"] if args.partition else []
+    options += [f"--signal=B:TERM@{SIGNAL_SECONDS}", "--requeue"]
     options += [f"--output={folder}/slurm-%A_%a.log", "--open-mode=append"]
     unfinished = [need.slurm_id for need in jobs[0].needs if need.state == "running"]
     if unfinished:
         options += [f"--dependency=afterok:{':'.join(unfinished)}", "--kill-on-invalid-dep=yes"]
-    options += [word if word.startswith("--") else f"--{word}" for word in args.slurm]
+    options += [f"--{word.removeprefix('--')}" for word in (*SLURM, *args.slurm)]  # the last one counts
     result = subprocess.run(["sbatch", "--parsable", *options], input=script, capture_output=True, text=True)
     if result.returncode:
         raise UserError(f"sbatch refused {len(jobs)} jobs: {result.stderr.strip()}\nsbatch {shlex.join(options)}")
@@ -601,12 +597,11 @@ def report(jobs: list[Job], folder: Path) -> None:
 
 
 def main(args: Args) -> None:
-    planned = plan(args)
-    jobs = all_jobs(args, planned)
+    jobs = all_jobs(args, plan(args))
     for name, experiment in EXPERIMENTS.items():
         if args.experiment in (name, "all"):
             print(f"{name}: {experiment.title}")
-    print(describe(args, planned, jobs), flush=True)
+    print(describe(args, jobs), flush=True)
     if args.dry_run:
         for job in jobs:
             print(f"{'# finished: ' if job.state == 'finished' else ''}{job.command}")

@@ -1,4 +1,4 @@
-"""Finished runs in cells, with what is wrong with each; tables in three notations; the page of all figures."""
+"""Finished runs in cells, with what is wrong with each; tables in three notations; the page with all of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import json
 import math
 import statistics
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -209,7 +209,7 @@ def load_model(run: Run) -> tuple[Any, Any, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tables
+# Tables and the page
 
 LATEX = str.maketrans({"\\": r"\textbackslash{}", "±": r"$\pm$", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"})
 LATEX |= str.maketrans({character: f"\\{character}" for character in "&%_#${}"})
@@ -236,23 +236,35 @@ def number(stat: Stat | None) -> str:
 
 
 @dataclass
-class Table:
-    """Rows of entries under a head; footnotes are lettered in the order of their first use."""
+class Item:
+    """Something on the page: a table (head and rows), pictures, or what is missing; and the command behind it."""
 
-    title: str
-    head: list[str]
+    name: str
+    title: str = ""
+    section: str = ""
+    command: str = ""
+    text: str = ""
+    head: list[str] = field(default_factory=list)
     rows: list[list[Entry]] = field(default_factory=list)
-    caption: str = ""
+    pictures: list[Path] = field(default_factory=list)
+    missing: str = ""
 
+    def add(self, name: str, entries: Iterable[Entry | str], beside: bool = False, always: bool = False) -> None:
+        """A row of the table, if it has more than dashes, or always."""
+        row = [entry if isinstance(entry, Entry) else Entry(entry) for entry in entries]
+        if always or any(entry.text != "-" for entry in row):
+            self.rows.append([Entry(name, beside=beside), *row])
+
+    @property
     def footnotes(self) -> dict[str, str]:
-        """Note to letter: a, b, ..., z, aa, ..."""
+        """Note to letter, in the order of their first use: a, b, ..., z, aa, ..."""
         letters = ["", *string.ascii_lowercase]
         notes = dict.fromkeys(note for row in self.rows for entry in row for note in entry.notes)
         return {note: letters[index // 26] + letters[index % 26 + 1] for index, note in enumerate(notes)}
 
     def texts(self, escaped: Callable[[str], str], bold: str, mark: str) -> list[list[str]]:
         """Every row's entries in one notation. bold, mark: formats of a bold text and of footnote letters."""
-        letters = self.footnotes()
+        letters = self.footnotes
 
         def text(entry: Entry) -> str:
             marks = ",".join(letters[note] for note in entry.notes)
@@ -266,38 +278,32 @@ class Table:
         widths = [max(map(len, column)) for column in zip(*lines)]
         text = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |" for line in lines]
         text.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-        notes = [f"<sup>{letter}</sup> {note}" for note, letter in self.footnotes().items()]
-        parts = [self.title and f"**{self.title}**", "\n".join(text), self.caption, "  \n".join(notes)]
+        notes = [f"<sup>{letter}</sup> {note}" for note, letter in self.footnotes.items()]
+        parts = [self.title and f"**{self.title}**", "\n".join(text), self.text, "  \n".join(notes)]
         return "\n\n".join(part for part in parts if part) + "\n"
 
     def latex(self) -> str:
         """A table environment that needs booktabs; footnotes below the table."""
-        title, caption = self.title.translate(LATEX), self.caption.translate(LATEX)
-        lines = [r"\begin{table}[t]", r"\centering", rf"\caption{{{title}. {caption}}}"]
-        lines += [rf"\begin{{tabular}}{{l{'c' * (len(self.head) - 1)}}}", r"\toprule"]
-        lines += [" & ".join(name.translate(LATEX) for name in self.head) + r" \\", r"\midrule"]
-        cells = self.texts(lambda text: text.translate(LATEX), r"\textbf{{{}}}", r"\textsuperscript{{{}}}")
-        lines += [" & ".join(row) + r" \\" for row in cells] + [r"\bottomrule", r"\end{tabular}"]
-        notes = [rf"\textsuperscript{{{letter}}} {note.translate(LATEX)}" for note, letter in self.footnotes().items()]
-        if notes:
-            lines += [r"\par\smallskip\footnotesize", r" \quad ".join(notes)]
-        return "\n".join([*lines, r"\end{table}"]) + "\n"
+        lines = self.texts(lambda text: text.translate(LATEX), r"\textbf{{{}}}", r"\textsuperscript{{{}}}")
+        notes = [rf"\textsuperscript{{{letter}}} {note.translate(LATEX)}" for note, letter in self.footnotes.items()]
+        below = "\\par\\smallskip\\footnotesize\n" + " \\quad ".join(notes) + "\n" if notes else ""
+        body = "".join(" & ".join(line) + " \\\\\n" for line in lines)
+        return rf"""\begin{{table}}[t]
+\centering
+\caption{{{self.title.translate(LATEX)}. {self.text.translate(LATEX)}}}
+\begin{{tabular}}{{l{"c" * (len(self.head) - 1)}}}
+\toprule
+{" & ".join(name.translate(LATEX) for name in self.head)} \\
+\midrule
+{body}\bottomrule
+\end{{tabular}}
+{below}\end{{table}}
+"""
 
-    def html(self) -> str:
-        """A table element and its footnotes."""
-        lines = ["<tr>" + "".join(f"<th>{escape(name)}</th>" for name in self.head) + "</tr></thead><tbody>"]
-        for row, (name, *cells) in zip(self.rows, self.texts(escape, "<b>{}</b>", "<sup>{}</sup>")):
-            kind = ' class="beside"' if row[0].beside else ""
-            lines.append(f"<tr{kind}><th>{name}</th>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-        notes = "".join(f"<li><sup>{letter}</sup> {escape(note)}</li>" for note, letter in self.footnotes().items())
-        table = f'<div class="wide"><table><thead>{"".join(lines)}</tbody></table></div>'
-        caption = f"<p>{escape(self.caption)}</p>" if self.caption else ""
-        return table + caption + (f'<ul class="notes">{notes}</ul>' if notes else "")
-
-    def write(self, folder: Path, name: str) -> None:
-        """Writes name.md and name.tex into a folder."""
-        write_text(folder / f"{name}.md", self.markdown())
-        write_text(folder / f"{name}.tex", self.latex())
+    def write(self, folder: Path) -> None:
+        """Writes the table as .md and .tex into a folder."""
+        write_text(folder / f"{self.name}.md", self.markdown())
+        write_text(folder / f"{self.name}.tex", self.latex())
 
 
 def write_text(path: Path, text: str) -> None:
@@ -306,72 +312,16 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The page
-
-
-@dataclass
-class Item:
-    """Something on the page: a table, pictures, or what is missing; always with the command behind it."""
-
-    name: str
-    title: str
-    section: str
-    command: str
-    text: str = ""
-    table: Table | None = None
-    pictures: list[Path] = field(default_factory=list)
-    missing: str = ""
-
-
-STYLE = """
-:root { color-scheme: light dark; --line: #8884; --soft: #8881; }
-body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 84rem; padding: 1rem; }
-h2 { margin-top: 2.5rem; border-bottom: 1px solid var(--line); }
-nav a { margin-right: 1rem; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
-thead th { white-space: normal; vertical-align: bottom; }
-tr > th:first-child { text-align: left; position: sticky; left: 0; background: Canvas; }
-.beside { color: color-mix(in srgb, CanvasText 60%, Canvas); }
-.beside > th { font-weight: normal; padding-left: 1.2rem; }
-img { max-width: 100%; background: white; display: block; margin: .5rem 0; }
-pre { background: var(--soft); padding: .5rem .7rem; overflow-x: auto; font-size: .8rem; }
-.notes { font-size: .8rem; padding-left: 1rem; list-style: none; }
-.missing { border-left: 4px solid #c80; padding-left: .8rem; }
-"""
-
-
-def item_html(item: Item) -> str:
-    """One section of the page: text, pictures inside it, numbers, what is missing, and the command."""
-    parts = [f'<section id="{escape(item.name)}"><h3>{escape(item.title)}</h3>']
-    if item.text:
-        parts.append(f"<p>{escape(item.text)}</p>")
-    for picture in item.pictures:
-        data = base64.b64encode(picture.read_bytes()).decode()
-        alt = escape(f"{item.title}: {picture.stem}")
-        parts.append(f'<div class="wide"><img alt="{alt}" src="data:image/png;base64,{data}"></div>')
-    if item.table is not None:
-        numbers = item.table.html()
-        parts.append(f"<details><summary>Numbers</summary>{numbers}</details>" if item.pictures else numbers)
-    if item.missing:
-        parts.append(f'<p class="missing">{escape(item.missing)}</p>')
-    parts.append(f"<pre>{escape(item.command)}</pre></section>")
-    return "\n".join(parts)
-
-
 def page(path: Path, title: str, about: str, items: list[Item]) -> Path:
     """Writes one HTML file that needs no other: tables as text, pictures inside, what is missing with its command."""
-    sections = list(dict.fromkeys(item.section for item in items))
-    lines = ['<!doctype html><html lang="en"><head><meta charset="utf-8">']
-    lines.append('<meta name="viewport" content="width=device-width, initial-scale=1">')
-    lines.append(f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>")
-    lines.append(f"<h1>{escape(title)}</h1><p>{escape(about)}</p><nav>")
-    lines += [f'<a href="#s{place}">{escape(section)}</a>' for place, section in enumerate(sections)]
-    lines.append("</nav>")
-    for place, section in enumerate(sections):
-        lines.append(f'<h2 id="s{place}">{escape(section)}</h2>')
-        lines += [item_html(item) for item in items if item.section == section]
-    write_text(path, "\n".join([*lines, "</body></html>"]) + "\n")
+    import jinja2
+
+    sections: dict[str, list[Item]] = {}
+    for item in items:
+        sections.setdefault(item.section, []).append(item)
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True)
+    environment.globals = {"zip": zip, "escape": escape}
+    environment.filters["base64"] = lambda picture: base64.b64encode(picture.read_bytes()).decode()
+    template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+    write_text(path, template.render(title=title, about=about, sections=sections))
     return path

@@ -19,7 +19,7 @@ import reproduce
 from common import pictures, report, runs
 from common.cli import UserError
 from common.dataset import Dataset
-from common.report import Entry, Item, Stat, Table, average, find_runs, iqm_interval, page, stat
+from common.report import Entry, Item, Stat, average, find_runs, iqm_interval, page, stat
 
 A, B = "a" * 40, "b" * 40
 
@@ -79,16 +79,21 @@ def context(folder: Path, seeds: int = 3, quick: bool = False) -> make_figures.C
     return make_figures.Context(args, [run for run in find_runs(folder)[0] if run.args["quick"] == quick])
 
 
-def rows(table: Table) -> dict[str, list[Entry]]:
-    return {row[0].text: row[1:] for row in table.rows}
+def rows(item: Item) -> dict[str, list[Entry]]:
+    return {row[0].text: row[1:] for row in item.rows}
 
 
-def tables(folder: Path, seeds: int = 3, quick: bool = False) -> dict[str, Table]:
-    return {item.name: item.table for item in make_figures.score_tables(context(folder, seeds, quick))}
+def texts(item: Item, width: int | None = None) -> dict[str, list[str]]:
+    """The first texts of each row."""
+    return {name: [entry.text for entry in entries[:width]] for name, entries in rows(item).items()}
 
 
-def column(table: Table, name: str) -> int:
-    return table.head.index(name) - 1
+def tables(folder: Path, seeds: int = 3, quick: bool = False) -> dict[str, Item]:
+    return {item.name: item for item in make_figures.score_tables(context(folder, seeds, quick))}
+
+
+def column(item: Item, name: str) -> int:
+    return item.head.index(name) - 1
 
 
 # --- numbers
@@ -103,33 +108,29 @@ def test_tables_have_the_numbers_computed_by_hand(tmp_path: Path) -> None:
             write_run(tmp_path, "lapo", env, seed, value + 0.1)
     of_name = tables(tmp_path)
     per_task = of_name["nmse_dcs_distractor"]
-    lines = rows(per_task)
+    lines, found = rows(per_task), texts(per_task)
     assert per_task.head[1:] == ["cheetah-run", "walker-run", "hopper-hop", "humanoid-walk"]
-    assert [entry.text for entry in lines["MaskLAM@GT"]] == ["0.2000 ± 0.1000", "0.6000 ± 0.1732", "-", "-"]
-    assert [entry.text for entry in lines["LAPO"]][:2] == ["0.3000 ± 0.1000", "0.7000 ± 0.1732"]
-    assert [entry.text for entry in lines["MaskLAM@GT, untrained"]][:2] == ["0.3250 ± 0.1000", "0.7250 ± 0.1732"]
-    assert lines["MaskLAM@GT, paper"][0].text == "0.1171 ± 0.0007"  # the paper's table of DCS
-    assert lines["LAPO, paper"][3].text == "0.6766 ± 0.0382"
+    assert found["MaskLAM@GT"] == ["0.2000 ± 0.1000", "0.6000 ± 0.1732", "-", "-"]
+    assert found["LAPO"][:2] == ["0.3000 ± 0.1000", "0.7000 ± 0.1732"]
+    assert found["MaskLAM@GT, untrained"][:2] == ["0.3250 ± 0.1000", "0.7250 ± 0.1732"]
+    assert found["MaskLAM@GT, paper"][0] == "0.1171 ± 0.0007"  # the paper's table of DCS
+    assert found["LAPO, paper"][3] == "0.6766 ± 0.0382"
     assert [entry.bold for entry in lines["MaskLAM@GT"]] == [True, True, False, False] and not lines["LAPO"][0].bold
     assert not any(entry.notes for entry in lines["MaskLAM@GT"])
-    assert len(of_name) == 9 and rows(of_name["return_dmw_vanilla"])["MaskLAM@GT, paper"][0].text != "-"
+    assert len(of_name) == 9 and texts(of_name["return_dmw_vanilla"])["MaskLAM@GT, paper"][0] != "-"
 
     table = of_name["aggregate"]
-    lines, place = rows(table), column(table, "DCS NMSE distr.")
-    assert lines["MaskLAM@GT"][place].text == "0.4000 ± 0.1366"  # (0.2 + 0.6) / 2, (0.1 + 0.1732) / 2
+    lines, found, place = rows(table), texts(table), column(table, "DCS NMSE distr.")
+    assert found["MaskLAM@GT"][place] == "0.4000 ± 0.1366"  # (0.2 + 0.6) / 2, (0.1 + 0.1732) / 2
     assert lines["MaskLAM@GT"][place].notes == ["over 2 of 4 tasks"] and lines["MaskLAM@GT"][place].bold
-    assert lines["MaskLAM@GT, untrained"][place].text == "0.5250 ± 0.1366"
-    assert lines["LAPO, paper"][place].text == "0.3629 ± 0.0146"  # (0.3836 + 0.3423) / 2, (0.0220 + 0.0071) / 2
+    assert found["MaskLAM@GT, untrained"][place] == "0.5250 ± 0.1366"
+    assert found["LAPO, paper"][place] == "0.3629 ± 0.0146"  # (0.3836 + 0.3423) / 2, (0.0220 + 0.0071) / 2
     assert lines["LAPO, paper"][place].notes == ["the paper's mean over the same tasks as ours"]
     score = column(table, "DCS NR distr.")
-    assert lines["LAPO"][score].text == "0.2500 ± 0.0000"
-    assert lines["LAPO, data's expert"][score].text == "0.1250 ± 0.0000"
-    assert lines["LAPO"][column(table, "DCS NMSE clean")].text == "-"
-    for suffix, mark in ((".md", "0.4000 ± 0.1366"), (".tex", r"0.4000 $\pm$ 0.1366")):
-        assert mark in (tmp_path / f"figures/aggregate{suffix}").read_text(encoding="utf-8")
-    cost = make_figures.cost_table(context(tmp_path)).table
-    assert [entry.text for entry in cost.rows[0]][:6] == ["LAPO", "DCS", "a CPU", "6", "1.60", "0.00"]
-    assert [entry.text for entry in cost.rows[0]][6:] == ["1.00", "0.50", "0.00", "0.10", "2.5", "80", "6.3"]
+    assert found["LAPO"][score] == "0.2500 ± 0.0000" and found["LAPO, data's expert"][score] == "0.1250 ± 0.0000"
+    assert found["LAPO"][column(table, "DCS NMSE clean")] == "-"
+    cost = texts(make_figures.cost_table(context(tmp_path)))["LAPO"]
+    assert cost == ["DCS", "a CPU", "6", "1.60", "0.00", "1.00", "0.50", "0.00", "0.10", "2.5", "80", "6.3"]
 
 
 def test_the_papers_aggregates_follow_from_its_tasks() -> None:
@@ -214,8 +215,12 @@ def test_different_data_or_weights_are_never_averaged(tmp_path: Path) -> None:
     assert lines["MaskLAM@GT"][place] == Entry("0.5000", ["over 1 of 4 tasks", f"{note} (cheetah-run)"])
     assert lines["MaskLAM@GT, paper"][place].text == "0.1692 ± 0.0049"  # the same: walker-run alone
     assert not lines["LAPO"][place].bold  # over another task
-    intervals = make_figures.interval_figure(context(tmp_path, 1)).table
+    intervals = make_figures.interval_figure(context(tmp_path, 1))
     assert rows(intervals)["MaskLAM@GT"][place].text == "0.5000" and "LAOF" not in rows(intervals)
+    for seed, data in ((1, "d"), (2, "other")):
+        write_run(tmp_path, "masklam", "cheetah-run", seed, identity={"test_hash": data}, latent_dim=32)
+    sweep = make_figures.experiment_figure(context(tmp_path, 1), "latent-dim")
+    assert sweep.missing and not sweep.pictures and not sweep.rows
 
 
 def test_different_commits_settings_and_devices_are_marked(tmp_path: Path) -> None:
@@ -226,7 +231,7 @@ def test_different_commits_settings_and_devices_are_marked(tmp_path: Path) -> No
     notes = ["seeds differ in device_type, lam_updates", f"different commits: {A[:8]}+changes, {B[:8]}"]
     assert entry(tmp_path, seeds=2) == Entry("0.5000 ± 0.3536", notes)
     intervals = make_figures.interval_figure(context(tmp_path, 2))
-    assert rows(intervals.table)["MaskLAM@GT"][column(intervals.table, "DCS NMSE distr.")].notes[-2:] == notes
+    assert rows(intervals)["MaskLAM@GT"][column(intervals, "DCS NMSE distr.")].notes[-2:] == notes
 
 
 def test_rows_on_other_data_are_marked(tmp_path: Path) -> None:
@@ -289,21 +294,21 @@ def test_sweeps_and_ablations(tmp_path: Path) -> None:
         write_run(tmp_path, "masklam", "cheetah-run", seed, 0.4, loss_mask=False, input_mask=True)
     there = context(tmp_path, 2)
     item = make_figures.experiment_figure(there, "latent-dim")
-    assert {name: row[0].text for name, row in rows(item.table).items()} == {
-        "with masked loss, 32": "0.0470 ± 0.0071",
-        "with masked loss, 48": "0.0630 ± 0.0071",
-        "with masked loss, 128": "0.1430 ± 0.0071",
-        "without masked loss, 32": "0.9500 ± 0.0000",
-        "without masked loss, 128": "0.9000 ± 0.0000",
+    assert texts(item, 1) == {
+        "with masked loss, 32": ["0.0470 ± 0.0071"],
+        "with masked loss, 48": ["0.0630 ± 0.0071"],
+        "with masked loss, 128": ["0.1430 ± 0.0071"],
+        "without masked loss, 32": ["0.9500 ± 0.0000"],
+        "without masked loss, 128": ["0.9000 ± 0.0000"],
     }
     assert item.pictures[0].exists() and not item.missing
     item = make_figures.experiment_figure(there, "occlusion")
     assert "python reproduce.py occlusion --seeds 2" in item.command and item.missing
     item = make_figures.experiment_figure(there, "ablations")
-    assert {name: row[0].text for name, row in rows(item.table).items()} == {
-        "MaskLAM": "0.1430 ± 0.0071",
-        "w/o loss masking": "0.9000 ± 0.0000",
-        "w/ input masking": "0.4000 ± 0.0000",
+    assert texts(item, 1) == {
+        "MaskLAM": ["0.1430 ± 0.0071"],
+        "w/o loss masking": ["0.9000 ± 0.0000"],
+        "w/ input masking": ["0.4000 ± 0.0000"],
     }
     assert "w/ input masking: --input-mask" in item.text and item.pictures[0].exists()
 
@@ -330,10 +335,10 @@ def test_label_budgets_are_the_decoders_of_one_run(tmp_path: Path) -> None:
         write_run(tmp_path, "lapo", "cheetah-run", seed, decoders={2000: seed / 10, 128_000: 0.5})
     write_run(tmp_path, "masklam", "cheetah-run", 1, decoders={2000: 0.3})
     item = make_figures.experiment_figure(context(tmp_path, 1), "label-budget")
-    assert {name: row[0].text for name, row in rows(item.table).items()} == {
-        "LAPO, 2000": "0.1500 ± 0.0707",
-        "LAPO, 128000": "0.5000 ± 0.0000",
-        "MaskLAM@GT, 2000": "0.3000",
+    assert texts(item, 1) == {
+        "LAPO, 2000": ["0.1500 ± 0.0707"],
+        "LAPO, 128000": ["0.5000 ± 0.0000"],
+        "MaskLAM@GT, 2000": ["0.3000"],
     }
     assert item.pictures[0].exists()
 
@@ -364,7 +369,8 @@ def test_eigen_cam_finds_a_planted_moving_square() -> None:
     corners = [(4 * t, 48 - 4 * t) for t in range(10)]
     for t, (top, left) in enumerate(corners):
         frames[t, 0, top : top + 8, left : left + 8] = 1.0
-    activations = make_figures.last_activations(encoder, lambda: encoder(frames))
+    encoder.infer = encoder.forward
+    activations = make_figures.last_activations(encoder, frames)
     assert activations.shape == (10, 6, 16, 16) and activations.min() == 0  # of the last block, after the ReLU
     saliency = make_figures.eigen_cam(activations)
     drawn = make_figures.heat(frames, saliency)
@@ -427,7 +433,7 @@ def test_pictures_of_models(tmp_path: Path, planted_dir: Path, monkeypatch) -> N
     monkeypatch.setattr(
         pictures, "rows", lambda path, rows, *more: shown.update({path.stem: rows}) or draw(path, rows, *more)
     )
-    items = make_figures.strip_figures(context(tmp_path, 1), "cheetah-run")
+    items = list(make_figures.strip_figures(context(tmp_path, 1), "cheetah-run"))
     assert {name: list(rows) for name, rows in shown.items()} == {
         "eigen_cam_cheetah-run": ["o(t)", "LAPO", "LAOM-Labels", "MaskLAM@GT"],
         "world_model_cheetah-run": ["o(t+1)", "LAPO", "MaskLAM@GT"],
@@ -447,29 +453,36 @@ def test_pictures_of_models(tmp_path: Path, planted_dir: Path, monkeypatch) -> N
 
 
 def test_footnotes_are_lettered_once(tmp_path: Path) -> None:
-    table = Table("A & B", ["method", "x_1"], caption="50%")
-    table.rows = [[Entry("one"), Entry("0.1 ± 0.2", ["few"], True)], [Entry("two"), Entry("-", ["few", "other"])]]
-    table.rows += [[Entry("many"), Entry("1", [str(i) for i in range(30)])]]
-    letters = list(table.footnotes().values())
+    item = Item("x", "A & B", text="50%", head=["method", "x_1"])
+    item.add("one", [Entry("0.1 ± 0.2", ["few"], bold=True)])
+    item.add("two", [Entry("-", ["few", "other"])], always=True)
+    item.add("empty", ["-"])
+    item.add("many", [Entry("1", [str(number) for number in range(30)])])
+    letters = list(item.footnotes.values())
     assert letters[:2] == ["a", "b"] and len(set(letters)) == 32 and letters[25:28] == ["z", "aa", "ab"]
-    text = table.markdown()
+    item.write(tmp_path)
+    text, latex = ((tmp_path / f"x.{kind}").read_text(encoding="utf-8") for kind in ("md", "tex"))
     assert "**0.1 ± 0.2** <sup>a</sup>" in text and "- <sup>a,b</sup>" in text and text.count("<sup>b</sup> other") == 1
     lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert all(len(a) == len(b) for a, b in pairwise(lines))
-    latex = table.latex()
+    assert len(lines) == 5 and all(len(a) == len(b) for a, b in pairwise(lines))
     assert r"\caption{A \& B. 50\%}" in latex and r"x\_1" in latex and r"\textbf{0.1 $\pm$ 0.2}" in latex
     assert latex.count("&") - latex.count(r"\&") == 4 and r"\textsuperscript{a,b}" in latex
 
 
 def test_the_page_escapes_and_embeds(tmp_path: Path) -> None:
-    table = Table("t", ["<m>"], [[Entry("a<b", ["x & y"])]])
     (tmp_path / "p.png").write_bytes(b"\x89PNG")
-    items = [Item("one", "One", "Tables", "python <x>", table=table), Item("two", "Two", "P", "c", missing="no <runs>")]
-    items.append(Item("three", "Three", "P", "c", table=table, pictures=[tmp_path / "p.png"]))
+    items = [
+        Item("one", "One", "Tables", "python <x>", head=["<m>", "x"]),
+        Item("two", "Two", "P", missing="no <runs>"),
+    ]
+    items.append(Item("three", "Three", "P", head=["m", "x"], pictures=[tmp_path / "p.png"]))
+    for item in (items[0], items[2]):
+        item.add("a<b", [Entry("0", ["x & y"], bold=True)], beside=True)
     text = page(tmp_path / "index.html", "T", "about", items).read_text(encoding="utf-8")
-    for escaped in ("x &amp; y", "python &lt;x&gt;", "no &lt;runs&gt;"):
+    for escaped in ("x &amp; y", "python &lt;x&gt;", "no &lt;runs&gt;", "<th>&lt;m&gt;</th>"):
         assert escaped in text
-    assert text.count("a&lt;b<sup>a</sup>") == 2 and text.count("<details>") == 1  # below its picture, folded
+    assert text.count('<tr class="beside"><th>a&lt;b</th><td><b>0</b><sup>a</sup></td></tr>') == 2
+    assert text.count("<details open>") == 1 and text.count("<details") == 2  # below its picture, folded
     assert 'src="data:image/png;base64,iVBORw=="' in text and "http" not in text and 'name="viewport"' in text
 
 
@@ -493,11 +506,8 @@ def test_hours_of_all_runs_and_experts(tmp_path: Path) -> None:
     write_run(tmp_path, "masklam", "cheetah-run", 1)
     write_run(tmp_path, "masklam", "cheetah-run", 1, latent_dim=32)
     write_run(tmp_path, "lapo", "cheetah-run", 1)
-    made = context(tmp_path)
-    rows = [[entry.text for entry in row] for row in make_figures.compute_table(made).table.rows]
-    assert rows == [["lapo", "1", "0.0", "1.6"], ["masklam", "2", "0.0", "3.3"]]
-    experts = make_figures.expert_table(made).table
-    assert [entry.text for entry in experts.rows[0]] == [
-        "cheetah-run", "laom", "123.500", "837.67", "0.6250", "0.6787"
-    ]  # fmt: skip
-    assert experts.rows[0][2].notes == ["episodes of at most 250 steps, the task has 1000"]
+    hours = texts(make_figures.compute_table(context(tmp_path)))
+    assert hours == {"lapo": ["1", "0.0", "1.6"], "masklam": ["2", "0.0", "3.3"]}
+    experts = make_figures.expert_table(context(tmp_path))
+    assert texts(experts) == {"cheetah-run": ["laom", "123.500", "837.67", "0.6250", "0.6787"]}
+    assert rows(experts)["cheetah-run"][1].notes == ["episodes of at most 250 steps, the task has 1000"]

@@ -21,7 +21,7 @@ import reproduce
 from common import cli, runs
 from common.cli import Stopped, UserError
 from common.tasks import TASKS
-from reproduce import Args, Job, Planned
+from reproduce import Args, Job, RunJob
 
 ROOT = Path(__file__).parents[1]
 TINY = (
@@ -30,7 +30,7 @@ TINY = (
 ).split()
 
 
-def planned(experiment: str, **options) -> list[Planned]:
+def planned(experiment: str, **options) -> list[RunJob]:
     return reproduce.plan(Args(experiment, **options))
 
 
@@ -65,7 +65,7 @@ def test_the_experiments_of_the_paper() -> None:
     parts = [run.args for run in planned("ablations", env=["push"], seeds=1)]
     assert [(args.loss_mask, args.mask_channel, args.max_offset, args.input_mask) for args in parts] == [
         (True, True, 10, False), (False, True, 10, False), (True, False, 10, False), (False, False, 10, False),
-        (True, True, 1, False), (False, False, 1, False), (False, True, 10, True),
+        (True, True, 1, False), (False, False, 1, False), (False, False, 10, True),
     ]  # fmt: skip
 
 
@@ -92,13 +92,13 @@ def test_a_run_is_named_by_its_experiment(tmp_path: Path) -> None:
     run = planned("occlusion", **options)[3]
     assert run.run_dir == cell.run_dir(tmp_path, 2) and run.args.lam_updates == 7
     assert run.argv[-2:] == ("--variant", "no-loss-mask_occlusion=0.5")
-    assert not run.finished()
-    run.run_dir.mkdir(parents=True)
-    result = run.run_dir / "result.json"
-    result.write_text('{"decoders": [{"num_labels": 500}]}')
-    assert not run.finished()
-    result.write_text('{"decoders": [{"num_labels": 500}, {"num_labels": 128000}]}')
-    assert run.finished()
+    whole = planned("main-table", env=["cheetah-run"], seeds=1, runs_dir=tmp_path)[0]
+    for budgets, done in ((None, False), ([500], False), ([500, 128_000], True)):
+        for job in (run, whole) if budgets else ():
+            job.run_dir.mkdir(parents=True, exist_ok=True)
+            decoders = [{"num_labels": budget} for budget in budgets]
+            (job.run_dir / "result.json").write_text(json.dumps({"decoders": decoders}))
+        assert whole.done() == done and run.done() == bool(budgets)  # a sweep of NMSE needs no decoder
 
 
 def test_what_cannot_be_planned_is_refused(tmp_path: Path, monkeypatch) -> None:
@@ -245,7 +245,7 @@ def slurm() -> Iterator[Args]:
             patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
             patch.setattr(reproduce, "QUEUE_SECONDS", 1)
             patch.setattr(reproduce, "FILE_SECONDS", 3.0)
-            yield Args(executor="slurm", gpus=0, cpus=1, memory_gb=1, hours=1, slurm=["partition=low"])
+            yield Args(executor="slurm", slurm="partition=low gpus-per-node=0 cpus-per-task=1 mem=1G time=60".split())
     finally:
         subprocess.run([TOOL, "stop", folder], capture_output=True)
         shutil.rmtree(folder, ignore_errors=True)
