@@ -34,7 +34,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from common import runs
-from common.cli import Stopped, UserError, cli, stop_requested
+from common.cli import Count, Positive, Range, Stopped, UserError, cli, stop_requested
 from common.dataset import Dataset
 from common.tasks import TASKS, get_task
 
@@ -197,7 +197,7 @@ class Args:
     methods: list[str] = field(default_factory=list)
     """rows of main-table and label-budget, such as LAPO MaskLAM@GT, or method scripts of your own, such as my_masklam;
     none: the paper's six rows"""
-    seeds: int = 3
+    seeds: Count = 3
     """seeds 1 to this one"""
     values: list[str] = field(default_factory=list)
     """values of a sweep instead of the paper's, such as 2000 8000"""
@@ -216,20 +216,20 @@ class Args:
     """folder of the run directories; reproduce/ in it gets the logs"""
     executor: Literal["local", "slurm"] = "local"
     """local: processes on this machine; slurm: jobs of a cluster, whose file system all nodes share"""
-    jobs: int | None = None
+    jobs: Count | None = None
     """jobs at a time; None: locally one per GPU (without one: per core, one thread each), on Slurm as many as it
     starts. On Slurm the limit is that of each job array: the runs on a task are one"""
-    data_jobs: int | None = None
+    data_jobs: Count | None = None
     """jobs that share the shards of a data set, and of its masks; None: 1 locally, 8 on Slurm"""
-    hours: float = 24.0
+    hours: Positive = 24.0
     """Slurm: time limit of a job; one that reaches it saves and is queued again"""
     partition: str | None = None
     """Slurm: partition"""
-    gpus: int = 1
+    gpus: Annotated[int, Range(0)] = 1
     """Slurm: GPUs per job"""
-    cpus: int = 16
+    cpus: Count = 16
     """Slurm: cores per job"""
-    memory_gb: int = 64
+    memory_gb: Count = 64
     """Slurm: memory per job"""
     slurm: list[str] = field(default_factory=list)
     """Slurm: further options of sbatch: account=lab constraint=a100"""
