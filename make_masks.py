@@ -28,7 +28,7 @@ import tyro
 from PIL import Image
 
 from common import pictures, runs, sam, store
-from common.cli import Count, Progress, Stopped, UserError, cli, stop_requested
+from common.cli import Count, Progress, Range, Stopped, UserError, cli, stop_requested
 from common.dataset import Dataset
 from common.shards import DERIVED, Shard, derived_path, read_derived, write_derived
 from common.tasks import TASKS, get_task
@@ -37,6 +37,8 @@ RESERVED = ("gt", *DERIVED)  # the simulator's masks, and other files beside the
 LOW = 0.5  # mean IoU below which an episode gets a warning
 SHOWN = 5  # worst episodes and warnings that are printed; the report has all
 COLUMNS = 10  # frames of an episode on the contact sheet
+
+Pixel = Annotated[int, Range(0)]
 
 
 @dataclass
@@ -55,7 +57,7 @@ class Args:
     """file with the weights; None: from the Hugging Face hub"""
     image_size: Literal[1024, 512] = 1024
     """height and width at which SAM sees a frame; 512 is faster, 1024 is what it was trained on"""
-    box: tuple[int, int, int, int] | None = None
+    box: tuple[Pixel, Pixel, Pixel, Pixel] | None = None
     """x0 y0 x1 y1 of the agent in an episode's first frame, in pixels; None: the task's, see --show-boxes"""
     import_dir: Annotated[Path | None, tyro.conf.arg(name="import")] = None
     """import the masks in this folder instead of running SAM; needs --name"""

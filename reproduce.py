@@ -34,7 +34,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from common import runs
-from common.cli import Stopped, UserError, cli, stop_requested
+from common.cli import Count, Stopped, UserError, cli, stop_requested
 from common.dataset import Dataset
 from common.tasks import TASKS, get_task
 
@@ -259,7 +259,7 @@ class Args:
     methods: list[str] = field(default_factory=list)
     """rows of main-table and label-budget, such as LAPO MaskLAM@GT, or method scripts of your own, such as my_masklam;
     none: the paper's six rows"""
-    seeds: int = 3
+    seeds: Count = 3
     """seeds 1 to this one"""
     values: list[str] = field(default_factory=list)
     """values of a sweep instead of the paper's, such as 2000 8000"""
@@ -278,10 +278,10 @@ class Args:
     """folder of the run directories; reproduce/ in it gets the logs"""
     executor: Literal["local", "slurm"] = "local"
     """local: processes on this machine; slurm: jobs of a cluster, whose file system all nodes share"""
-    jobs: int | None = None
+    jobs: Count | None = None
     """jobs at a time; None: locally one per GPU (without one: per core, one thread each), on Slurm as many as it
     starts. On Slurm the limit is that of each job array: the runs on a task are one"""
-    data_jobs: int | None = None
+    data_jobs: Count | None = None
     """jobs that share the shards of a data set, and of its masks; None: 1 locally, 8 on Slurm"""
     slurm: list[str] = field(default_factory=list)
     """Slurm: options for sbatch beside gpus-per-node=1 cpus-per-task=16 mem=64G time=24:00:00, or instead:

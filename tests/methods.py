@@ -181,6 +181,8 @@ def _run_script(script: str, words: list[str], output: Path, file_limit: int | N
     os.setsid()  # so that a test can signal it together with its environments' processes
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # tests in the background ignore them, as after nohup
+        signal.signal(number, signal.SIG_DFL)
     if file_limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, resource.RLIM_INFINITY))
     torch.set_num_threads(1)
