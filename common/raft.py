@@ -152,10 +152,13 @@ def attach_flow(
     settings: dict[str, Any] = {"raft": raft, "iterations": iterations}
     model: nn.Module | None = None
     progress: Progress | None = None
+    reported: set[Path] = set()
 
     def load() -> None:
         nonlocal model
         model, settings["weights"] = load_raft(raft, checkpoint, device)
+        for path in shards:  # refuse flow of other settings before any file is added to it
+            read(path)
 
     def read(path: Path) -> store.StoredFile | None:
         """The file of a shard, which may hold the other render's flow only; None if it has to be made."""
@@ -164,7 +167,9 @@ def attach_flow(
         try:
             stored = read_derived(shards[path], "raft")
         except Damaged as error:
-            print(f"{error}; it is made again", flush=True)
+            if path not in reported:
+                print(f"{error}; it is made again", flush=True)
+                reported.add(path)
             return None
         there = {key: stored.attributes["settings"].get(key) for key in settings}
         if lines := store.differences(there, settings):
@@ -182,8 +187,6 @@ def attach_flow(
         nonlocal progress
         if model is None:
             load()
-            for other in shards:  # what is there must come from the same weights
-                read(other)
         progress = progress or Progress(f"flow {dataset.env} {dataset.split}", dataset.num_frames, "frames")
         stored = read(path)
         arrays = {} if stored is None else {key: np.array(array) for key, array in stored.arrays.items()}

@@ -1,17 +1,18 @@
-"""LAOM-Labels: parameter counts by hand, the moving average, where gradients go, and which labels are used."""
+"""LAOM-Labels: parameter counts and the loss by hand, the moving average, where gradients go, and which labels."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from methods import CPU, build, lam_sampler, lam_training
+from methods import CPU, build, lam_sampler
 
 import laom_labels
 from common.dataset import Dataset, LabelledBatch, sequential
 
 
-def first_batch(args, dataset: Dataset) -> LabelledBatch:
+def first_batch(args: Any, dataset: Dataset) -> LabelledBatch:
     sampler = lam_sampler("laom_labels", args, dataset)
     batch = sampler.next()
     sampler.close()
@@ -22,119 +23,79 @@ def linear(inputs: int, outputs: int) -> int:
     return inputs * outputs + outputs
 
 
-@pytest.mark.parametrize(
-    ("size", "action", "observation", "whole"), [(64, 103e6, 53e6, 159e6), (128, 329e6, 128e6, 461e6)]
-)
-def test_parameter_counts(size: int, action: float, observation: float, whole: float) -> None:
+@pytest.mark.parametrize(("size", "action", "observation"), [(64, 103e6, 53e6), (128, 329e6, 128e6)])
+def test_parameter_counts(size: int, action: float, observation: float) -> None:
     """Of the paper's networks, against counts by hand and the figures of the specification."""
     args = laom_labels.defaults(["--env", "cheetah-run" if size == 64 else "reach"])
     with torch.device("meta"):
         model = laom_labels.LatentActionModel(args, size, 6)
     counts = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()}
     dim, hidden, z = 192 * (size // 8) ** 2, 1024, 128
-    block = linear(hidden, 4 * hidden) + linear(4 * hidden, hidden) + 2 * hidden
+    blocks = 3 * (linear(hidden, 4 * hidden) + linear(4 * hidden, hidden) + 2 * hidden)
     encoder, channels = 0, 9
     for width in (96, 192, 192):
         encoder += 9 * channels * width + width + 4 * (9 * width * width + width)
         channels = width
-    by_hand = {
+    assert counts == {
         "augmentation": 0,
         "encoder": encoder,
         "target": encoder,
-        "action_head": linear(2 * dim, hidden) + 2 * linear(hidden + 2 * dim, hidden) + 3 * block + linear(hidden, z),
-        "observation_head": linear(dim + z, hidden) + 2 * linear(hidden + z, hidden) + 3 * block + linear(hidden, dim),
+        "action_head": linear(2 * dim, hidden) + 2 * linear(hidden + 2 * dim, hidden) + blocks + linear(hidden, z),
+        "observation_head": linear(dim + z, hidden) + 2 * linear(hidden + z, hidden) + blocks + linear(hidden, dim),
         "true_action": linear(z, 6),
     }
-    assert counts == by_hand
-    assert counts["action_head"] == pytest.approx(action, rel=0.005)
-    assert counts["observation_head"] == pytest.approx(observation, rel=0.005)
-    assert sum(counts.values()) - counts["target"] == pytest.approx(whole, rel=0.005)
+    heads = (counts["action_head"], counts["observation_head"])
+    assert heads == pytest.approx((action, observation), rel=0.005)
 
 
 def test_defaults_follow_the_papers_table() -> None:
     """The hyperparameter table of LAOM-Labels, DCS / DMW."""
     dcs, dmw = laom_labels.defaults(["--env", "walker-run"]), laom_labels.defaults(["--env=reach"])
-    for args, batch, epochs, bc_epochs, lam, bc in ((dcs, 512, 3, 2, 6e-4, 3e-4), (dmw, 128, 5, 5, 3e-4, 2e-4)):
-        assert (args.batch_size, args.lam_epochs, args.policy_epochs) == (batch, epochs, bc_epochs)
-        assert (args.lam_lr, args.policy_lr, args.decoder_lr, args.weight_decay) == (lam, bc, 1e-3, 0)
-        assert (args.decoder_updates, args.num_labels, args.lam_warmup_epochs) == (20_000, 128_000, 1)
+    for args, batch, epochs, policy_epochs, lam, policy in ((dcs, 512, 3, 2, 6e-4, 3e-4), (dmw, 128, 5, 5, 3e-4, 2e-4)):
+        assert (args.batch_size, args.lam_epochs, args.policy_epochs) == (batch, epochs, policy_epochs)
+        assert (args.lam_lr, args.policy_lr, args.decoder_lr, args.weight_decay) == (lam, policy, 1e-3, 0)
+        assert (args.decoder_updates, args.num_labels, args.lam_warmup_epochs) == (20_000, (128_000,), 1)
         assert (args.latent_dim, args.idm_scale, args.head_dim, args.decoder_dim) == (128, 6, 1024, 256)
         assert (args.max_offset, args.label_weight, args.target_rate, args.augment) == (10, 1e-3, 1e-3, True)
 
 
 def test_schedule() -> None:
-    args = laom_labels.Args(lam_warmup_epochs=1)
-    rates = [laom_labels.schedule(args, "lam", step, 300, 100) for step in range(300)]
-    assert rates[0] == 0.01 and rates[49] == 0.5 and rates[99] == 1 and rates[100] == 1
-    assert rates[200] == 0.5 and rates[299] == pytest.approx(1 / 200)
-    assert (
-        laom_labels.schedule(args, "bc", 0, 300, 100) == 1 and laom_labels.schedule(args, "decoder", 150, 300, 9) == 0.5
-    )
-    short = [laom_labels.schedule(args, "lam", step, 5, 100) for step in range(5)]  # shorter than the warm-up
-    assert short == pytest.approx([1 / 2, 1, 1, 2 / 3, 1 / 3])
+    def rates(stage: str, updates: int, steps: tuple[int, ...]) -> list[float]:
+        args = laom_labels.Args(lam_warmup_epochs=1)
+        return [laom_labels.schedule(args, stage, step, updates, 100) for step in steps]
+
+    assert rates("lam", 300, (0, 49, 99, 100, 200, 299)) == pytest.approx([0.01, 0.5, 1, 1, 0.5, 1 / 200])
+    assert rates("policy", 300, (0, 150)) == rates("decoder", 300, (0, 150)) == [1, 0.5]
+    assert rates("lam", 5, (0, 1, 2, 3, 4)) == pytest.approx([1 / 2, 1, 1, 2 / 3, 1 / 3])  # shorter than the warm-up
 
 
-def test_the_moving_average_has_its_closed_form(planted_dir: Path, tmp_path: Path) -> None:
-    """After n updates: (1 - tau)^n theta_0 + tau sum (1 - tau)^(n - i) theta_i over the encoder's weights theta_i."""
-    module, args, model = build("laom_labels", target_rate=0.1, runs_dir=tmp_path, lam_lr=1e-2)
-    history = [[weight.detach().double().clone() for weight in model.encoder.parameters()]]
-
-    def remember(model: torch.nn.Module) -> None:
-        history.append([weight.detach().double().clone() for weight in model.encoder.parameters()])
-
-    lam_training(module, args, model, planted_dir, 7, remember)
-    for number, weight in enumerate(model.target.parameters()):
-        expected = 0.9**7 * history[0][number]
-        expected = expected + sum(0.1 * 0.9 ** (7 - i) * history[i][number] for i in range(1, 8))
-        torch.testing.assert_close(weight.double(), expected, rtol=1e-5, atol=1e-7)
-        assert not weight.requires_grad and weight.grad is None
-    moved = [torch.equal(a.double(), b) for a, b in zip(model.target.parameters(), history[0])]
-    assert len(history) == 8 and not any(moved)
-
-
-def gradients(loss: torch.Tensor, model: torch.nn.Module) -> dict[str, bool]:
-    """Which parts of the model get a gradient that is not zero."""
+def gradients(loss: torch.Tensor, model: torch.nn.Module) -> set[str]:
+    """The parts of the model that get a gradient that is not zero."""
     model.zero_grad()
     loss.backward(retain_graph=True)
-    found = {}
-    for name, part in model.named_children():
-        found[name] = any(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in part.parameters())
-    return found
+    parts = model.named_children()
+    return {name for name, part in parts if any(p.grad is not None and p.grad.any() for p in part.parameters())}
 
 
 def test_where_gradients_go(train_set: Dataset) -> None:
     """Labels shape encoder and action head; the embedding's error does so through z alone; the target gets nothing."""
     module, args, model = build("laom_labels")
     batch = first_batch(args, train_set)
-    loss, _, logs = module.lam_loss(model, batch, args)
-    assert loss.item() == pytest.approx((logs["embedding"] + args.label_weight * logs["labelled"]).item(), rel=1e-5)
-    learned = {"augmentation": False, "encoder": True, "target": False, "action_head": True}
-    assert gradients(loss, model) == learned | {"observation_head": True, "true_action": True}
-    current, future, _ = module.observe(batch.labelled, args)
-    error = (model.true_action(model.infer(current, future)[0]) - batch.labelled.action).square().mean()
-    assert gradients(error, model) == learned | {"observation_head": False, "true_action": True}
-    known, now = model.infer(current, future)
-    assert gradients(model.predict(known.detach(), now).square().mean(), model) == {
-        "augmentation": False, "encoder": False, "target": False, "action_head": False, "observation_head": True,
-        "true_action": False,
-    }  # fmt: skip
+    loss = module.lam_loss(model, batch, args)[0]
+    assert gradients(loss, model) == {"encoder", "action_head", "observation_head", "true_action"}
+    error = (model.true_action(model.infer(module.model_inputs(batch.labelled, args))) - batch.labelled.action).square()
+    assert gradients(error.mean(), model) == {"encoder", "action_head", "true_action"}
+    cut = model.action_head.register_forward_hook(lambda _, inputs, z: z.detach())
+    assert gradients(module.lam_loss(model, batch, args)[0], model) == {"observation_head", "true_action"}
+    cut.remove()
 
 
-def test_the_labelled_actions_of_the_first_batch_do_not_matter(train_set: Dataset) -> None:
-    module, args, model = build("laom_labels", augment=False)
-    batch = first_batch(args, train_set)
-    other = batch._replace(action=torch.zeros_like(batch.action))
-    assert torch.equal(module.lam_loss(model, batch, args)[0], module.lam_loss(model, other, args)[0])
-    other = batch._replace(labelled=batch.labelled._replace(action=batch.labelled.action + 1))
-    assert not torch.equal(module.lam_loss(model, batch, args)[0], module.lam_loss(model, other, args)[0])
-
-
-def test_one_pass_equals_separate_ones(train_set: Dataset) -> None:
-    """The loss without augmentation, put together by hand from the stacks that its docstring names."""
+def test_the_loss_by_hand(train_set: Dataset) -> None:
+    """Without augmentation, one stack after the other; the actions of the first batch are not looked at."""
     module, args, model = build("laom_labels", augment=False)
     model.target.load_state_dict({name: weight * 1.5 for name, weight in model.target.state_dict().items()})
-    batch = first_batch(args, train_set)
-    loss, z, _ = module.lam_loss(model, batch, args)
+    batch = first_batch(args, train_set)._replace(action=None)
+    loss, z, logs = module.lam_loss(model, batch, args)
 
     def stack(frames: torch.Tensor, positions: list[int]) -> torch.Tensor:
         return (frames[:, positions].permute(0, 1, 4, 2, 3).float() / 255 - 0.5).flatten(1, 2)
@@ -143,40 +104,49 @@ def test_one_pass_equals_separate_ones(train_set: Dataset) -> None:
     expected_z = model.action_head(torch.cat([now, future], 1))
     target = model.target(stack(batch.frames, [1, 2, 3]))  # the stack that ends at t+1
     embedding = (model.observation_head(expected_z, now) - target).square().mean()
-    known = [model.encoder(stack(batch.labelled.frames, where)) for where in ([0, 1, 2], [4, 5, 6])]
-    labels = (model.true_action(model.action_head(torch.cat(known, 1))) - batch.labelled.action).square().mean()
+    both = [model.encoder(stack(batch.labelled.frames, where)) for where in ([0, 1, 2], [4, 5, 6])]
+    labels = (model.true_action(model.action_head(torch.cat(both, 1))) - batch.labelled.action).square().mean()
     torch.testing.assert_close(z, expected_z, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.stack([*logs.values()]), torch.stack([embedding, labels]), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(loss, embedding + 1e-3 * labels, rtol=1e-4, atol=1e-6)
 
 
-def test_encoding_is_deterministic_and_without_augmentation(train_set: Dataset) -> None:
+def test_only_the_loss_is_augmented(train_set: Dataset) -> None:
     module, args, model = build("laom_labels")
-    batch = next(sequential(train_set, 8, max_offset=1, device=CPU))
-    z = module.encode(model, batch, args)
-    assert torch.equal(z, module.encode(model, batch, args))
-    assert torch.equal(z, module.encode(model, batch, module.Args(augment=False)))
-    losses = {module.lam_loss(model, first_batch(args, train_set), args)[0].item() for _ in range(3)}
-    assert len(losses) == 3  # while the loss draws new transformations each time
+    labelled, batch = first_batch(args, train_set), next(sequential(train_set, 8, max_offset=1, device=CPU))
+    assert torch.equal(module.encode(model, batch, args), module.encode(model, batch, module.Args(augment=False)))
+    losses = {module.lam_loss(model, labelled, args)[0].item() for _ in range(3)}
+    assert len(losses) == 3  # each call draws new transformations
 
 
-def test_only_the_chosen_labels_are_seen(train_set: Dataset) -> None:
-    """Stage 1 reads actions of the transitions of stage 3 alone, and comes back to them when it is resumed."""
-    _, args, _ = build("laom_labels", num_labels=33)
-    chosen = train_set.labelled(33, args.seed)
-    sampler = lam_sampler("laom_labels", args, train_set)
-    seen = [sampler.next() for _ in range(6)]
-    index = np.concatenate([batch.labelled.index.numpy() for batch in seen])
-    assert set(index.tolist()) == set(chosen.tolist()) and len(chosen) == 33
-    expected = np.clip(train_set.action[index], -1, 1)
-    assert np.array_equal(np.concatenate([batch.labelled.action.numpy() for batch in seen]), expected)
-    sampler.seek(4)
-    again = sampler.next()
-    assert torch.equal(again.frames, seen[4].frames) and torch.equal(again.labelled.frames, seen[4].labelled.frames)
-    sampler.close()
+def test_labels_and_target_of_a_run(train_set: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stage 1 sees the labels of the largest budget, which are those of stage 3; the target starts as the encoder."""
+    labels = {}
 
+    def train(run, args, stage, model, loss_fn, sampler, updates, rate, clip, probe=None, after_update=None) -> None:
+        if stage == "lam":
+            labels[stage] = sampler.next().labelled.action  # all of them, as they are fewer than a batch
+            pairs = list(zip(model.encoder.parameters(), model.target.parameters()))
+            assert all(torch.equal(*pair) for pair in pairs)
+            start = [weight.clone() for weight, _ in pairs]
+            for share in (0.1, 0.19):  # after n updates towards encoder + 1: 1 - 0.9^n
+                for (weight, moved), first in zip(pairs, start):
+                    weight.data.copy_(first + 1)
+                    assert not moved.requires_grad
+                after_update(model)
+                for (_, moved), first in zip(pairs, start):
+                    torch.testing.assert_close(moved, first + share)
+        elif stage != "policy":
+            labels[stage] = sampler.tensors["action"]
 
-def test_fewer_labels_than_a_batch(planted_dir: Path, tmp_path: Path) -> None:
-    module, args, model = build("laom_labels", num_labels=5, runs_dir=tmp_path)
-    before = [weight.clone() for weight in model.true_action.parameters()]
-    lam_training(module, args, model, planted_dir, 2)
-    assert not any(torch.equal(a, b) for a, b in zip(before, model.true_action.parameters()))
+    monkeypatch.setattr(laom_labels, "train", train)
+    tiny = {"idm_scale": 1, "head_dim": 32, "policy_scale": 1, "batch_size": 64, "num_labels": (8, 33)}
+    folders = {"data_dir": train_set.data_dir, "runs_dir": tmp_path}
+    evaluated = {"eval_episodes": 1, "eval_envs": 1, "eval_steps": 2}
+    laom_labels.main(laom_labels.Args(**tiny, **folders, **evaluated, target_rate=0.1, device="cpu", compile=False))
+    expected = {
+        stage: train_set.labelled(count, 1) for stage, count in (("lam", 33), ("decoder", 33), ("decoder-8", 8))
+    }
+    assert labels.keys() == expected.keys() and set(expected["decoder-8"]) < set(expected["decoder"])
+    for stage, frames in expected.items():
+        assert np.array_equal(labels[stage].numpy(), train_set.action[frames].clip(-1, 1)), stage
