@@ -34,7 +34,6 @@ from common.training import Meter, load_training_state, training_state
 
 # isort: split
 # --- method: imports ---
-import time
 from typing import Annotated
 
 from common import pictures
@@ -442,12 +441,10 @@ def train(
 
 def main(args: Args) -> None:
     device = runs.choose_device(args.device)
-    on_device = {"auto": "auto", "always": True, "never": False}[args.data_on_gpu]
     train_set, test_set = open_split(args, "train"), open_split(args, "test")
     distractors = evaluation.held_out_distractors(test_set, args)
-    default = defaults([f"--env={args.env}", *(["--quick"] if args.quick else [])])
     labelled = train_set.labelled(max(args.num_labels), args.seed)
-    run = runs.Run.open(args, Path(__file__).stem, default, train_set, test_set, device)
+    run = runs.Run.open(args, Path(__file__).stem, defaults, train_set, test_set, device)
     if run.is_finished():
         return
 
@@ -461,17 +458,18 @@ def main(args: Args) -> None:
 
     # Stage 1: the latent action model.
     # --- method: stages ---
-    start = time.monotonic()
+    run.costs["flow"] = {"seconds": 0.0}
     for split in (train_set, test_set):
-        attach_flow(split, args.raft, args.raft_checkpoint, args.raft_iterations, device)
-    run.costs["flow"] = {"seconds": time.monotonic() - start}
+        run.costs["flow"]["seconds"] += attach_flow(
+            split, args.raft, args.raft_checkpoint, args.raft_iterations, device
+        )
     run.add_identity("raft_weights_hash", train_set.attached["raft"]["weights"])
 
     model = LatentActionModel(args, size, action_dim).apply(orthogonal_init)
     model.to(device, memory_format=torch.channels_last)
     untrained = copy.deepcopy(model).eval()  # the control of the probe
     windows = {"max_offset": 1, "fields": ("frames", "masks", "raft")}
-    sampler = Sampler(train_set, args.batch_size, seed=args.seed, device=device, on_device=on_device, **windows)
+    sampler = Sampler(train_set, args.batch_size, seed=args.seed, device=device, on_device=args.data_on_gpu, **windows)
     updates = updates_for(args.lam_epochs, args.lam_updates, sampler)
     train(run, args, "lam", model, lam_loss, sampler, updates, args.lam_lr, args.lam_clip, probe)
     sampler.close()
@@ -498,7 +496,9 @@ def main(args: Args) -> None:
         z = predict_latents(policy, batch.frames)
         return F.mse_loss(z.float(), latents_here[torch.searchsorted(transitions, batch.index)]), z, {}
 
-    sampler = Sampler(train_set, args.batch_size, max_offset=0, seed=args.seed, device=device, on_device=on_device)
+    sampler = Sampler(
+        train_set, args.batch_size, max_offset=0, seed=args.seed, device=device, on_device=args.data_on_gpu
+    )
     updates = updates_for(args.policy_epochs, args.policy_updates, sampler)
     train(run, args, "policy", policy, policy_loss, sampler, updates, args.policy_lr, args.policy_clip, policy_probe)
     sampler.close()

@@ -464,12 +464,10 @@ def train(
 
 def main(args: Args) -> None:
     device = runs.choose_device(args.device)
-    on_device = {"auto": "auto", "always": True, "never": False}[args.data_on_gpu]
     train_set, test_set = open_split(args, "train"), open_split(args, "test")
     distractors = evaluation.held_out_distractors(test_set, args)
-    default = defaults([f"--env={args.env}", *(["--quick"] if args.quick else [])])
     labelled = train_set.labelled(max(args.num_labels), args.seed)
-    run = runs.Run.open(args, Path(__file__).stem, default, train_set, test_set, device)
+    run = runs.Run.open(args, Path(__file__).stem, defaults, train_set, test_set, device)
     if run.is_finished():
         return
 
@@ -487,7 +485,7 @@ def main(args: Args) -> None:
         model = LatentActionModel(args, size, action_dim).apply(orthogonal_init).to(memory_format=torch.channels_last)
     model.move_target(rate=1.0)  # it starts as the encoder
     untrained = copy.deepcopy(model).eval()  # the control of the probe
-    windows = {"max_offset": args.max_offset, "device": device, "on_device": on_device}
+    windows = {"max_offset": args.max_offset, "device": device, "on_device": args.data_on_gpu}
     sampler = LabelledSampler(train_set, labelled, args.batch_size, seed=args.seed, **windows)
     updates = updates_for(args.lam_epochs, args.lam_updates, sampler)
     move_target = partial(LatentActionModel.move_target, rate=args.target_rate)
@@ -516,7 +514,9 @@ def main(args: Args) -> None:
         z = predict_latents(policy, batch.frames)
         return F.mse_loss(z.float(), latents_here[torch.searchsorted(transitions, batch.index)]), z, {}
 
-    sampler = Sampler(train_set, args.batch_size, max_offset=0, seed=args.seed, device=device, on_device=on_device)
+    sampler = Sampler(
+        train_set, args.batch_size, max_offset=0, seed=args.seed, device=device, on_device=args.data_on_gpu
+    )
     updates = updates_for(args.policy_epochs, args.policy_updates, sampler)
     train(run, args, "policy", policy, policy_loss, sampler, updates, args.policy_lr, args.policy_clip, policy_probe)
     sampler.close()

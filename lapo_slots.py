@@ -522,12 +522,10 @@ def train(
 
 def main(args: Args) -> None:
     device = runs.choose_device(args.device)
-    on_device = {"auto": "auto", "always": True, "never": False}[args.data_on_gpu]
     train_set, test_set = open_split(args, "train"), open_split(args, "test")
     distractors = evaluation.held_out_distractors(test_set, args)
-    default = defaults([f"--env={args.env}", *(["--quick"] if args.quick else [])])
     labelled = train_set.labelled(max(args.num_labels), args.seed)
-    run = runs.Run.open(args, Path(__file__).stem, default, train_set, test_set, device)
+    run = runs.Run.open(args, Path(__file__).stem, defaults, train_set, test_set, device)
     if run.is_finished():
         return
 
@@ -549,7 +547,7 @@ def main(args: Args) -> None:
     model = LatentActionModel(args, size, action_dim).apply(orthogonal_init).to(device)
     untrained = copy.deepcopy(model).eval()  # the control of the probe
     # The window of a transition, [t-2, t-1, t, t+1], is a clip of four frames.
-    clips = Sampler(train_set, args.batch_size, max_offset=1, seed=args.seed, device=device, on_device=on_device)
+    clips = Sampler(train_set, args.batch_size, max_offset=1, seed=args.seed, device=device, on_device=args.data_on_gpu)
     sampler = FeatureSampler(clips, dino)
     train(run, args, "slots", slot_model, slot_loss, sampler, args.slot_updates, args.slot_lr, args.slot_clip)
     sampler.close()
@@ -582,7 +580,7 @@ def main(args: Args) -> None:
         attach_slot(dataset, slots, selected, args.offset)
 
     # Last, LAPO on the selected slot.
-    windows = {"max_offset": 1, "fields": input_fields(args), "device": device, "on_device": on_device}
+    windows = {"max_offset": 1, "fields": input_fields(args), "device": device, "on_device": args.data_on_gpu}
     sampler = Sampler(train_set, args.batch_size, seed=args.seed, **windows)
     updates = updates_for(args.lam_epochs, args.lam_updates, sampler)
     train(run, args, "lam", model, lam_loss, sampler, updates, args.lam_lr, args.lam_clip, probe)
@@ -610,7 +608,9 @@ def main(args: Args) -> None:
         z = predict_latents(policy, batch.frames)
         return F.mse_loss(z.float(), latents_here[torch.searchsorted(transitions, batch.index)]), z, {}
 
-    sampler = Sampler(train_set, args.batch_size, max_offset=0, seed=args.seed, device=device, on_device=on_device)
+    sampler = Sampler(
+        train_set, args.batch_size, max_offset=0, seed=args.seed, device=device, on_device=args.data_on_gpu
+    )
     updates = updates_for(args.policy_epochs, args.policy_updates, sampler)
     train(run, args, "policy", policy, policy_loss, sampler, updates, args.policy_lr, args.policy_clip, policy_probe)
     sampler.close()

@@ -92,7 +92,7 @@ train=(--batch-size 512 --lam-updates "${GPU_SH_LAM_UPDATES:-2000}" --policy-upd
     --eval-episodes 16 --eval-envs 16)
 windows=(--windows 3 --window-seconds 1.5 --num-labels 2000)
 render=(--qualities full --kinds physics distractor both masks --windows 2 --window-seconds 1.5)
-segment=(--sizes 1024 512) sweep=(--sweep --stages lam policy)
+segment=(--sizes 1024 512) sweep=(--sweep --trainings lam policy)
 if [ "$TINY" = 1 ]; then
     data=$WORK/small labels=20 # one set will do
     large=(--train-transitions 60 --test-transitions 20 --episode-length 10 --quality fast --backgrounds synthetic)
@@ -102,7 +102,7 @@ if [ "$TINY" = 1 ]; then
     windows=(--quick --batch-size 4 --windows 1 --window-seconds 0.01 --warmup 1 --num-labels 60 --device cpu)
     render=(--qualities fast --kinds clean --windows 1 --window-seconds 0.01)
     segment=(--sizes 64 --batches 1 2 --compiled-batches None --warmup 2 --frames 2 --device cpu)
-    sweep=(--stages lam)
+    sweep=(--trainings lam)
 elif [ -d "$BUNDLE" ]; then
     use_bundle "$WORK/packages"
     large+=(--expert laom --expert-dir "$BUNDLE/experts" --davis-dir "$BUNDLE/DAVIS")
@@ -127,12 +127,12 @@ step sam 130 "$PYTHON" -m benchmarks.sam "${segment[@]}" --out "$OUT_DIR/sam.jso
 # On the small set: what LAOF and LAPO-Slots compute once for every frame takes seconds there.
 speed masklam masklam 100 "${sweep[@]}"
 speed lapo lapo 60
-speed laom_labels laom_labels 60 --stages lam
+speed laom_labels laom_labels 60 --trainings lam
 step raft_weights 30 "$PYTHON" -c 'import sys, torch; from torchvision.models.optical_flow import raft_small
 torch.save(raft_small().state_dict(), sys.argv[1])' "$WORK/raft.pth" || true
-speed laof laof 60 --stages lam --raft small --raft-checkpoint "$WORK/raft.pth"
-speed lapo_slots lapo_slots 90 --stages slots --dino-weights random
+speed laof laof 60 --trainings lam --raft small --raft-checkpoint "$WORK/raft.pth"
+speed lapo_slots lapo_slots 90 --trainings slots --dino-weights random
 # As at paper scale, where a GPU does not hold the data; of two --data-dir the last one counts.
-speed from_disk lapo 45 --stages lam --data-on-gpu never --data-dir "$data"
+speed from_disk lapo 45 --trainings lam --data-on-gpu never --data-dir "$data"
 echo "$OUT_DIR after $SECONDS s:"
 cat "$OUT_DIR/steps.tsv"

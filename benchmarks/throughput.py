@@ -1,9 +1,9 @@
 """Training speed of a method: samples/s, MFU and peak memory of each stage, with and without loading the data.
 
     python -m benchmarks.throughput --script masklam --env cheetah-run --quick --data-dir data/quickstart
-    python -m benchmarks.throughput --script lapo --sweep --stages lam --out benchmarks/results/throughput.json
+    python -m benchmarks.throughput --script lapo --sweep --trainings lam --out benchmarks/results/throughput.json
 
-The script's own `main` runs on the dataset below --data-dir, up to the last of --stages; only its `train` is replaced,
+The script's own `main` runs on the dataset below --data-dir, up to the last of --trainings; only its `train` is replaced,
 by one that times the loop and leaves it. So everything between two updates is measured, for a script of your own too,
 with all of its flags. "included" reads batches with the script's sampler, "excluded" repeats one batch. Before stages 2
 and 3 `main` computes what they need of the whole set, so a small one is quicker: 2,000 transitions, --num-labels 2000.
@@ -67,7 +67,7 @@ BF16_PEAK = {
 class Options:
     script: str = "lapo"
     """the method script to measure, without .py; its flags follow the choice"""
-    stages: tuple[str, ...] = ("lam", "policy", "decoder")
+    trainings: tuple[str, ...] = ("lam", "policy", "decoder")
     """what to measure, by the names in the script's calls of `train`; others are not trained"""
     sweep: bool = False
     """measure --compile and --channels-last on and off, and what the flags ask for a second time at the end"""
@@ -203,7 +203,7 @@ class TimedSampler:
 def measure_variant(args: Any, module: Any, device: torch.device, add: Callable[[dict[str, Any]], None]) -> None:
     """Runs the script's `main` in a temporary run directory and gives `add` an entry per stage and kind of loading."""
     train = module.train
-    remaining, seen = set(args.stages), []
+    remaining, seen = set(args.trainings), []
 
     def timed_train(
         run: Any,
@@ -252,7 +252,7 @@ def measure_variant(args: Any, module: Any, device: torch.device, add: Callable[
     finally:
         module.train = train
     if remaining:
-        raise UserError(f"--stages {' '.join(sorted(remaining))}: {args.script}.py trains {', '.join(seen)}")
+        raise UserError(f"--trainings {' '.join(sorted(remaining))}: {args.script}.py trains {', '.join(seen)}")
 
 
 def variants(args: Any) -> list[tuple[str, Any]]:

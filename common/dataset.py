@@ -448,7 +448,7 @@ class Sampler:
     exactly. A batch is sorted by frame. k is uniform in {1..min(max_offset, frames left)}.
 
     fields: what batches hold: frames, masks, and at most one name of what was attached to the dataset.
-    on_device: keep the whole set on the device ("auto": on a GPU, if enough memory is left for training); otherwise a
+    on_device: keep the whole set on the device (auto: on a GPU, if enough memory is left for training); otherwise a
     thread gathers one batch ahead from memory-mapped shards. Raises UserError if the set is smaller than a batch.
     """
 
@@ -462,7 +462,7 @@ class Sampler:
         device: torch.device,
         fields: tuple[str, ...] = ("frames",),
         indices: np.ndarray | None = None,
-        on_device: Literal["auto"] | bool = "auto",
+        on_device: Literal["auto", "always", "never"] = "auto",
     ):
         self.dataset, self.batch_size, self.max_offset, self.seed = dataset, batch_size, max_offset, seed
         self.device, self.fields = torch.device(device), fields
@@ -473,7 +473,7 @@ class Sampler:
                 f"{dataset.folder}: {len(self.indices):,} transitions are fewer than one batch of {batch_size:,}; "
                 "lower the batch size, or make a larger dataset"
             )
-        self.on_device = dataset.fits(self.device, fields) if on_device == "auto" else on_device
+        self.on_device = dataset.fits(self.device, fields) if on_device == "auto" else on_device == "always"
         if self.on_device:  # upload here, not in the thread, whose stream would own the memory
             for name in fields:
                 dataset.resident(name, self.device)

@@ -6,6 +6,7 @@ import hashlib
 import math
 import re
 import shlex
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -139,15 +140,15 @@ def attach_flow(
     checkpoint: Path | None,
     iterations: int,
     device: torch.device,
-) -> None:
+) -> float:
     """Attaches the flow from each frame to the next as `raft`; the last frame of an episode has none, so it gets zeros.
 
     It lies as <render>/flow in <shard>.raft.h5. Files that are missing are made first, together with other processes
-    that do the same; those of another version of their shard are made again.
+    that do the same; those of another version of their shard are made again. Returns the seconds that it took.
 
     Raises UserError for files that were made with other settings, and Stopped at a signal; complete files stay.
     """
-    name = f"{dataset.render}/flow"
+    start, name = time.monotonic(), f"{dataset.render}/flow"
     shards = {derived_path(shard.path, "raft"): shard for shard in dataset.shards}
     settings: dict[str, Any] = {"raft": raft, "iterations": iterations}
     model: nn.Module | None = None
@@ -218,3 +219,4 @@ def attach_flow(
     dataset.attach("raft", [file.arrays[name] for file in files], digest, settings)
     about = ", ".join(f"{key} {str(value)[:8]}" for key, value in settings.items())
     print(f"flow of {dataset.folder}, {dataset.render}: {about}", flush=True)
+    return time.monotonic() - start

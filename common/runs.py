@@ -213,8 +213,11 @@ class Run:
             self._start_wandb()
 
     @classmethod
-    def open(cls, args: Any, script: str, default: Any, train_set: Any, test_set: Any, device: Any) -> Run:
-        """The run of a command: its name is what `args` changes against `default`, its identity the data it sees."""
+    def open(cls, args: Any, script: str, defaults: Any, train_set: Any, test_set: Any, device: Any) -> Run:
+        """The run of a command: its name is what `args` changes, its identity the data it sees.
+
+        defaults: the script's function from a command line to the default arguments.
+        """
         if train_set.image_size != test_set.image_size:
             raise UserError(
                 f"the frames of {train_set.folder} have {train_set.image_size} pixels, those of {test_set.folder} "
@@ -226,6 +229,7 @@ class Run:
             "mask_hash": train_set.mask_hash + test_set.mask_hash,
             "device_type": device.type,
         }
+        default = defaults([f"--env={args.env}", *(["--quick"] if args.quick else [])])
         run = cls(args, script, variant_name(args, default), identity)
         print(f"{script}: {run.dir} on {device}, {train_set.num_transitions:,} transitions for training", flush=True)
         if run.is_finished():

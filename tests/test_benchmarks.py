@@ -44,7 +44,7 @@ def test_throughput(script, planted_dir, tmp_path):
     record = json.loads(out.read_text())
     check_head(record, "benchmarks.throughput")
     measured = {(entry["stage"], entry["loading"]): entry for entry in record["measurements"]}
-    expected = itertools.product(throughput.Options().stages, ("included", "excluded"))
+    expected = itertools.product(throughput.Options().trainings, ("included", "excluded"))
     assert record["complete"] and set(measured) == set(expected)
     for entry in measured.values():
         low, high = min(entry["samples_per_s_windows"]), max(entry["samples_per_s_windows"])
@@ -81,8 +81,8 @@ def test_throughput_takes_the_scripts_flags_and_refuses_what_it_lacks(planted_di
     with pytest.raises(UserError, match=r"no method script of this name; there are .*lapo"):
         arguments("--script", "laqo")
     flags = ["--quick", "--device", "cpu", "--data-dir", str(planted_dir), "--batch-size", "4", "--num-labels", "40"]
-    with pytest.raises(UserError, match=r"--stages slots: lapo\.py trains lam, .*, decoder"):
-        throughput.main(arguments("--script", "lapo", *flags, "--stages", "slots", *TINY))
+    with pytest.raises(UserError, match=r"--trainings slots: lapo\.py trains lam, .*, decoder"):
+        throughput.main(arguments("--script", "lapo", *flags, "--trainings", "slots", *TINY))
 
 
 def test_flops_match_a_count_by_hand():

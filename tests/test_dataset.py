@@ -162,7 +162,7 @@ def test_attached_rows_are_in_batches(data_dir):
     rows = np.random.default_rng(0).random((data.num_frames, 2, 4), np.float32)
     cuts = np.cumsum([shard.frames for shard in data.shards])[:-1]
     data.attach("slots", np.split(rows, cuts), "digest", {"by": "hand"})
-    for on_device in (False, True):
+    for on_device in ("never", "always"):
         sampler = Sampler(data, 6, max_offset=1, seed=0, device=CPU, fields=("slots",), on_device=on_device)
         batch = sampler.next()
         sampler.close()
@@ -207,7 +207,7 @@ def assert_same(a: Batch, b: Batch) -> None:
     torch.testing.assert_close(a.tensors(), b.tensors(), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("on_device", ["never", "always"])
 @pytest.mark.parametrize("max_offset", [0, 1, 10])
 def test_sampler(data_dir, max_offset, on_device):
     data = open_train(data_dir)

@@ -314,7 +314,7 @@ def test_flow_is_raft_s_and_computed_once(complete: Path, weights: Path) -> None
     torch.testing.assert_close(flow[t], raft.optical_flow(model, *pairs, ITERATIONS), atol=2e-2, rtol=1e-2)
     assert flow[t].abs().sum((1, 2, 3)).min() > 0 and (flow[dataset.episode_start[1:] - 1] == 0).all()
     options = {"max_offset": 1, "seed": 0, "device": CPU, "fields": ("frames", "masks", "raft")}
-    for on_device in (False, True):  # gathered from the files, and from one tensor on the device
+    for on_device in ("never", "always"):  # gathered from the files, and from one tensor on the device
         sampler = Sampler(dataset, 9, on_device=on_device, **options)
         batch = sampler.next()
         sampler.close()
