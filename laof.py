@@ -456,20 +456,16 @@ def main(args: Args) -> None:
     for module in (policy, decoder, probe, policy_probe):
         module.apply(orthogonal_init).to(device, memory_format=torch.channels_last)
 
+    options = {"seed": args.seed, "device": device, "on_device": args.data_on_gpu}  # of every sampler
+
     # Stage 1: the latent action model.
     # --- method: stages ---
-    run.costs["flow"] = {"seconds": 0.0}
-    for split in (train_set, test_set):
-        run.costs["flow"]["seconds"] += attach_flow(
-            split, args.raft, args.raft_checkpoint, args.raft_iterations, device
-        )
+    run.costs["flow"] = {"seconds": sum(attach_flow(split, args, device) for split in (train_set, test_set))}
     run.add_identity("raft_weights_hash", train_set.attached["raft"]["weights"])
-
     model = LatentActionModel(args, size, action_dim).apply(orthogonal_init)
     model.to(device, memory_format=torch.channels_last)
     untrained = copy.deepcopy(model).eval()  # the control of the probe
-    windows = {"max_offset": 1, "fields": ("frames", "masks", "raft")}
-    sampler = Sampler(train_set, args.batch_size, seed=args.seed, device=device, on_device=args.data_on_gpu, **windows)
+    sampler = Sampler(train_set, args.batch_size, max_offset=1, fields=("frames", "masks", "raft"), **options)
     updates = updates_for(args.lam_epochs, args.lam_updates, sampler)
     train(run, args, "lam", model, lam_loss, sampler, updates, args.lam_lr, args.lam_clip, probe)
     sampler.close()
@@ -496,9 +492,7 @@ def main(args: Args) -> None:
         z = predict_latents(policy, batch.frames)
         return F.mse_loss(z.float(), latents_here[torch.searchsorted(transitions, batch.index)]), z, {}
 
-    sampler = Sampler(
-        train_set, args.batch_size, max_offset=0, seed=args.seed, device=device, on_device=args.data_on_gpu
-    )
+    sampler = Sampler(train_set, args.batch_size, max_offset=0, **options)
     updates = updates_for(args.policy_epochs, args.policy_updates, sampler)
     train(run, args, "policy", policy, policy_loss, sampler, updates, args.policy_lr, args.policy_clip, policy_probe)
     sampler.close()

@@ -479,14 +479,15 @@ def main(args: Args) -> None:
     for module in (policy, decoder, probe, policy_probe):
         module.apply(orthogonal_init).to(device, memory_format=torch.channels_last)
 
+    options = {"seed": args.seed, "device": device, "on_device": args.data_on_gpu}  # of every sampler
+
     # Stage 1: the latent action model.
     # --- method: stages ---
     with torch.device(device):  # hundreds of millions of weights, so they are initialised where they stay
         model = LatentActionModel(args, size, action_dim).apply(orthogonal_init).to(memory_format=torch.channels_last)
     model.move_target(rate=1.0)  # it starts as the encoder
     untrained = copy.deepcopy(model).eval()  # the control of the probe
-    windows = {"max_offset": args.max_offset, "device": device, "on_device": args.data_on_gpu}
-    sampler = LabelledSampler(train_set, labelled, args.batch_size, seed=args.seed, **windows)
+    sampler = LabelledSampler(train_set, labelled, args.batch_size, max_offset=args.max_offset, **options)
     updates = updates_for(args.lam_epochs, args.lam_updates, sampler)
     move_target = partial(LatentActionModel.move_target, rate=args.target_rate)
     train(run, args, "lam", model, lam_loss, sampler, updates, args.lam_lr, args.lam_clip, probe, move_target)
@@ -514,9 +515,7 @@ def main(args: Args) -> None:
         z = predict_latents(policy, batch.frames)
         return F.mse_loss(z.float(), latents_here[torch.searchsorted(transitions, batch.index)]), z, {}
 
-    sampler = Sampler(
-        train_set, args.batch_size, max_offset=0, seed=args.seed, device=device, on_device=args.data_on_gpu
-    )
+    sampler = Sampler(train_set, args.batch_size, max_offset=0, **options)
     updates = updates_for(args.policy_epochs, args.policy_updates, sampler)
     train(run, args, "policy", policy, policy_loss, sampler, updates, args.policy_lr, args.policy_clip, policy_probe)
     sampler.close()

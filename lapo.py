@@ -388,14 +388,14 @@ def main(args: Args) -> None:
     for module in (policy, decoder, probe, policy_probe):
         module.apply(orthogonal_init).to(device, memory_format=torch.channels_last)
 
+    options = {"seed": args.seed, "device": device, "on_device": args.data_on_gpu}  # of every sampler
+
     # Stage 1: the latent action model.
     # --- method: stages ---
     model = LatentActionModel(args, size, action_dim).apply(orthogonal_init)
     model.to(device, memory_format=torch.channels_last)
     untrained = copy.deepcopy(model).eval()  # the control of the probe
-    sampler = Sampler(
-        train_set, args.batch_size, max_offset=1, seed=args.seed, device=device, on_device=args.data_on_gpu
-    )
+    sampler = Sampler(train_set, args.batch_size, max_offset=1, **options)
     updates = updates_for(args.lam_epochs, args.lam_updates, sampler)
     train(run, args, "lam", model, lam_loss, sampler, updates, args.lam_lr, args.lam_clip, probe)
     sampler.close()
@@ -422,9 +422,7 @@ def main(args: Args) -> None:
         z = predict_latents(policy, batch.frames)
         return F.mse_loss(z.float(), latents_here[torch.searchsorted(transitions, batch.index)]), z, {}
 
-    sampler = Sampler(
-        train_set, args.batch_size, max_offset=0, seed=args.seed, device=device, on_device=args.data_on_gpu
-    )
+    sampler = Sampler(train_set, args.batch_size, max_offset=0, **options)
     updates = updates_for(args.policy_epochs, args.policy_updates, sampler)
     train(run, args, "policy", policy, policy_loss, sampler, updates, args.policy_lr, args.policy_clip, policy_probe)
     sampler.close()

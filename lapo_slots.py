@@ -537,6 +537,8 @@ def main(args: Args) -> None:
     for module in (policy, decoder, probe, policy_probe):
         module.apply(orthogonal_init).to(device, memory_format=torch.channels_last)
 
+    options = {"seed": args.seed, "device": device, "on_device": args.data_on_gpu}  # of every sampler
+
     # Stage 1: the latent action model.
     # --- method: stages ---
     # First, slots that follow objects in short clips, from the features of a frozen network.
@@ -547,7 +549,7 @@ def main(args: Args) -> None:
     model = LatentActionModel(args, size, action_dim).apply(orthogonal_init).to(device)
     untrained = copy.deepcopy(model).eval()  # the control of the probe
     # The window of a transition, [t-2, t-1, t, t+1], is a clip of four frames.
-    clips = Sampler(train_set, args.batch_size, max_offset=1, seed=args.seed, device=device, on_device=args.data_on_gpu)
+    clips = Sampler(train_set, args.batch_size, max_offset=1, **options)
     sampler = FeatureSampler(clips, dino)
     train(run, args, "slots", slot_model, slot_loss, sampler, args.slot_updates, args.slot_lr, args.slot_clip)
     sampler.close()
@@ -580,8 +582,7 @@ def main(args: Args) -> None:
         attach_slot(dataset, slots, selected, args.offset)
 
     # Last, LAPO on the selected slot.
-    windows = {"max_offset": 1, "fields": input_fields(args), "device": device, "on_device": args.data_on_gpu}
-    sampler = Sampler(train_set, args.batch_size, seed=args.seed, **windows)
+    sampler = Sampler(train_set, args.batch_size, max_offset=1, fields=input_fields(args), **options)
     updates = updates_for(args.lam_epochs, args.lam_updates, sampler)
     train(run, args, "lam", model, lam_loss, sampler, updates, args.lam_lr, args.lam_clip, probe)
     sampler.close()
@@ -608,9 +609,7 @@ def main(args: Args) -> None:
         z = predict_latents(policy, batch.frames)
         return F.mse_loss(z.float(), latents_here[torch.searchsorted(transitions, batch.index)]), z, {}
 
-    sampler = Sampler(
-        train_set, args.batch_size, max_offset=0, seed=args.seed, device=device, on_device=args.data_on_gpu
-    )
+    sampler = Sampler(train_set, args.batch_size, max_offset=0, **options)
     updates = updates_for(args.policy_epochs, args.policy_updates, sampler)
     train(run, args, "policy", policy, policy_loss, sampler, updates, args.policy_lr, args.policy_clip, policy_probe)
     sampler.close()

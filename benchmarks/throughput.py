@@ -3,10 +3,11 @@
     python -m benchmarks.throughput --script masklam --env cheetah-run --quick --data-dir data/quickstart
     python -m benchmarks.throughput --script lapo --sweep --trainings lam --out benchmarks/results/throughput.json
 
-The script's own `main` runs on the dataset below --data-dir, up to the last of --trainings; only its `train` is replaced,
-by one that times the loop and leaves it. So everything between two updates is measured, for a script of your own too,
-with all of its flags. "included" reads batches with the script's sampler, "excluded" repeats one batch. Before stages 2
-and 3 `main` computes what they need of the whole set, so a small one is quicker: 2,000 transitions, --num-labels 2000.
+The script's own `main` runs on the dataset below --data-dir, up to the last of --trainings; only its `train` is
+replaced, by one that times the loop and leaves it. So everything between two updates is measured, for a script of your
+own too, with all of its flags. "included" reads batches with the script's sampler, "excluded" repeats one batch. Before
+stages 2 and 3 `main` computes what they need of the whole set, so a small one is quicker: 2,000 transitions,
+--num-labels 2000.
 
 MFU is the rate of the loss's and its gradients' floating-point operations over a peak: the card's dense bf16 peak, and
 a product of large matrices that is measured here (bf16 on a GPU, float32 on a CPU). What a sampler computes, such as

@@ -134,30 +134,26 @@ def flow_picture(flow: Tensor, scale: float) -> Tensor:
     return value[:, None] * (1 - value[:, None] * torch.minimum(shade, 4 - shade).clamp(0, 1))
 
 
-def attach_flow(
-    dataset: Dataset,
-    raft: Literal["large", "small"],
-    checkpoint: Path | None,
-    iterations: int,
-    device: torch.device,
-) -> float:
+def attach_flow(dataset: Dataset, args: Any, device: torch.device) -> float:
     """Attaches the flow from each frame to the next as `raft`; the last frame of an episode has none, so it gets zeros.
 
     It lies as <render>/flow in <shard>.raft.h5. Files that are missing are made first, together with other processes
     that do the same; those of another version of their shard are made again. Returns the seconds that it took.
 
+    args: laof.py's; raft (large or small), raft_checkpoint and raft_iterations decide what the flow is.
+
     Raises UserError for files that were made with other settings, and Stopped at a signal; complete files stay.
     """
     start, name = time.monotonic(), f"{dataset.render}/flow"
     shards = {derived_path(shard.path, "raft"): shard for shard in dataset.shards}
-    settings: dict[str, Any] = {"raft": raft, "iterations": iterations}
+    settings: dict[str, Any] = {"raft": args.raft, "iterations": args.raft_iterations}
     model: nn.Module | None = None
     progress: Progress | None = None
     reported: set[Path] = set()
 
     def load() -> None:
         nonlocal model
-        model, settings["weights"] = load_raft(raft, checkpoint, device)
+        model, settings["weights"] = load_raft(args.raft, args.raft_checkpoint, device)
         for path in shards:  # refuse flow of other settings before any file is added to it
             read(path)
 
@@ -203,14 +199,14 @@ def attach_flow(
             index = np.arange(first, min(first + batch, shard.frames))
             pair = [frames[index], frames[np.minimum(index + 1, shard.frames - 1)]]
             now, following = (torch.from_numpy(side).to(device) for side in pair)
-            flow[index] = optical_flow(model, now, following, iterations).cpu().numpy()
+            flow[index] = optical_flow(model, now, following, args.raft_iterations).cpu().numpy()
             progress.update(len(index))
         flow[ends] = 0
         if not np.isfinite(flow).all():
             raise UserError(f"{shard.path}: its flow is not finite; the weights may be damaged ({settings})")
         return flow
 
-    if checkpoint is not None:  # so that flow of other weights is refused, also where nothing is missing
+    if args.raft_checkpoint is not None:  # so that flow of other weights is refused, also where nothing is missing
         load()
     store.fill(lambda: shards, is_missing, make)
     files = [read_derived(shard, "raft") for shard in dataset.shards]

@@ -1,6 +1,7 @@
 """Rollouts against a plain loop, normalised scores, refused clips, and what is computed of frozen networks."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -190,9 +191,7 @@ def test_a_control_is_shared_and_stage_1_has_no_scores(
         )
         probed = evaluation.probe(run, encode, model, control, latents, train_set, test_set, **windows)
         assert calls.count(control) == passes
-        sets = [
-            evaluation.outputs(lambda batch: encode(control, batch), each, **windows) for each in (train_set, test_set)
-        ]
+        sets = [evaluation.outputs(partial(encode, control), each, **windows) for each in (train_set, test_set)]
         assert probed["untrained"] == evaluation.nmse(*sets, train_set.action_variance)["nmse"]
         controls.append(probed["untrained"])
         with np.load(run.dir / "latents.npz") as file:

@@ -9,6 +9,7 @@ import time
 import urllib.error
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -189,8 +190,14 @@ AUTHORS = (  # torchvision's names -> those in the checkpoints of RAFT's authors
 )
 SOME_NAMES = {  # as they stand in the authors' files
     "small": ("cnet.layer2.0.conv3.bias", "update_block.gru.convz.weight"),
-    "large": ("cnet.norm1.running_var", "cnet.layer3.0.norm3.weight", "update_block.gru.convq2.bias")
-    + ("update_block.encoder.convc2.weight", "update_block.encoder.convf1.weight", "update_block.mask.2.bias"),
+    "large": (
+        "cnet.norm1.running_var",
+        "cnet.layer3.0.norm3.weight",
+        "update_block.gru.convq2.bias",
+        "update_block.encoder.convc2.weight",
+        "update_block.encoder.convf1.weight",
+        "update_block.mask.2.bias",
+    ),
 }
 
 
@@ -263,7 +270,8 @@ ITERATIONS = 2
 
 def attach(data: Path, checkpoint: Path | None, render: str = "distractor", iterations: int = ITERATIONS) -> Dataset:
     dataset = Dataset(data, "cheetah-run", "train", render)
-    raft.attach_flow(dataset, "small", checkpoint, iterations, CPU)
+    settings = SimpleNamespace(raft="small", raft_checkpoint=checkpoint, raft_iterations=iterations)
+    raft.attach_flow(dataset, settings, CPU)
     return dataset
 
 
