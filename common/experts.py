@@ -89,8 +89,8 @@ def _act_scripted(state: np.ndarray, policy: Any) -> np.ndarray:
     """A scripted policy of Meta-World. Its commands are clipped to [-1, 1], as the environment does."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Constant")  # that it commands more than 1
-        action = policy.get_action(state.copy())  # some policies write into it
-    return np.clip(action, -1, 1).astype(np.float32)
+        actions = [policy.get_action(row.copy()) for row in np.atleast_2d(state)]  # some write into it
+    return np.clip(actions, -1, 1).astype(np.float32).reshape(*state.shape[:-1], -1)
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ class Expert:
     sha256: str
     """Of the file that it was read from; of a scripted policy's source code and of what it calls in its package."""
     act: Callable[[np.ndarray], np.ndarray]
-    """The state of `common.envs.make_env`, float32 (S,), -> action, float32 (A,). The Control Suite's experts also take
-    (B, S) -> (B, A), and do not clip."""
+    """The state of `common.envs.make_env`, float32 (S,) or (B, S), -> action, float32 (A,) or (B, A). The Control Suite's
+    experts do not clip."""
 
 
 def load_expert(env: str, kind: ExpertName = "student", expert_dir: Path | None = None) -> Expert:

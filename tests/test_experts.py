@@ -261,16 +261,18 @@ def test_signal_stops_cleanly_and_keeps_the_old_file(tmp_path):
 @pytest.mark.parametrize("env", [name for name, task in TASKS.items() if task.suite == "dmw"])
 def test_scripted_expert_succeeds_with_clipped_actions(env):
     expert = load_expert(env, "scripted")
-    world, actions, successes = make_env(env, renders=()), [], 0
+    world, states, actions, successes = make_env(env, renders=()), [], [], 0
     for seed in range(2):
         observation, _ = world.reset(seed=seed)
         done = False
         while not done:
-            actions.append(expert.act(observation["state"]))
+            states.append(observation["state"])
+            actions.append(expert.act(states[-1]))
             observation, _, terminated, truncated, _ = world.step(actions[-1])
             done = terminated or truncated
         successes += terminated
     assert successes >= 1
+    np.testing.assert_array_equal(expert.act(np.array(states)), actions)
     assert np.array(actions).dtype == np.float32 and abs(np.array(actions)).max() == 1
     assert len(expert.sha256) == 64 and expert.sha256 != load_expert("cheetah-run").sha256
 
