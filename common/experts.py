@@ -102,8 +102,8 @@ class Expert:
     sha256: str
     """Of the file that it was read from; of a scripted policy's source code and of what it calls in its package."""
     act: Callable[[np.ndarray], np.ndarray]
-    """The state of `common.envs.make_env`, float32 (S,) or (B, S), -> action, float32 (A,) or (B, A). The Control Suite's
-    experts do not clip."""
+    """The state of `common.envs.make_env`, float32 (S,) or (B, S), -> action, float32 (A,) or (B, A). Those of the
+    Control Suite are not clipped."""
 
 
 def load_expert(env: str, kind: ExpertName = "student", expert_dir: Path | None = None) -> Expert:
