@@ -108,27 +108,27 @@ def test_tables_have_the_numbers_computed_by_hand(tmp_path: Path) -> None:
             write_run(tmp_path, "lapo", env, seed, value + 0.1)
     of_name = tables(tmp_path)
     per_task = of_name["nmse_dcs_distractor"]
-    lines, found = rows(per_task), texts(per_task)
+    lines, numbers = rows(per_task), texts(per_task)
     assert per_task.head[1:] == ["cheetah-run", "walker-run", "hopper-hop", "humanoid-walk"]
-    assert found["MaskLAM@GT"] == ["0.2000 ± 0.1000", "0.6000 ± 0.1732", "-", "-"]
-    assert found["LAPO"][:2] == ["0.3000 ± 0.1000", "0.7000 ± 0.1732"]
-    assert found["MaskLAM@GT, untrained"][:2] == ["0.3250 ± 0.1000", "0.7250 ± 0.1732"]
-    assert found["MaskLAM@GT, paper"][0] == "0.1171 ± 0.0007"  # the paper's table of DCS
-    assert found["LAPO, paper"][3] == "0.6766 ± 0.0382"
+    assert numbers["MaskLAM@GT"] == ["0.2000 ± 0.1000", "0.6000 ± 0.1732", "-", "-"]
+    assert numbers["LAPO"][:2] == ["0.3000 ± 0.1000", "0.7000 ± 0.1732"]
+    assert numbers["MaskLAM@GT, untrained"][:2] == ["0.3250 ± 0.1000", "0.7250 ± 0.1732"]
+    assert numbers["MaskLAM@GT, paper"][0] == "0.1171 ± 0.0007"  # the paper's table of DCS
+    assert numbers["LAPO, paper"][3] == "0.6766 ± 0.0382"
     assert [entry.bold for entry in lines["MaskLAM@GT"]] == [True, True, False, False] and not lines["LAPO"][0].bold
     assert not any(entry.notes for entry in lines["MaskLAM@GT"])
     assert len(of_name) == 9 and texts(of_name["return_dmw_vanilla"])["MaskLAM@GT, paper"][0] != "-"
 
     table = of_name["aggregate"]
-    lines, found, place = rows(table), texts(table), column(table, "DCS NMSE distr.")
-    assert found["MaskLAM@GT"][place] == "0.4000 ± 0.1366"  # (0.2 + 0.6) / 2, (0.1 + 0.1732) / 2
+    lines, numbers, place = rows(table), texts(table), column(table, "DCS NMSE distr.")
+    assert numbers["MaskLAM@GT"][place] == "0.4000 ± 0.1366"  # (0.2 + 0.6) / 2, (0.1 + 0.1732) / 2
     assert lines["MaskLAM@GT"][place].notes == ["over 2 of 4 tasks"] and lines["MaskLAM@GT"][place].bold
-    assert found["MaskLAM@GT, untrained"][place] == "0.5250 ± 0.1366"
-    assert found["LAPO, paper"][place] == "0.3629 ± 0.0146"  # (0.3836 + 0.3423) / 2, (0.0220 + 0.0071) / 2
+    assert numbers["MaskLAM@GT, untrained"][place] == "0.5250 ± 0.1366"
+    assert numbers["LAPO, paper"][place] == "0.3629 ± 0.0146"  # (0.3836 + 0.3423) / 2, (0.0220 + 0.0071) / 2
     assert lines["LAPO, paper"][place].notes == ["the paper's mean over the same tasks as ours"]
     score = column(table, "DCS NR distr.")
-    assert found["LAPO"][score] == "0.2500 ± 0.0000" and found["LAPO, data's expert"][score] == "0.1250 ± 0.0000"
-    assert found["LAPO"][column(table, "DCS NMSE clean")] == "-"
+    assert numbers["LAPO"][score] == "0.2500 ± 0.0000" and numbers["LAPO, data's expert"][score] == "0.1250 ± 0.0000"
+    assert numbers["LAPO"][column(table, "DCS NMSE clean")] == "-"
     cost = texts(make_figures.cost_table(context(tmp_path)))["LAPO"]
     assert cost == ["DCS", "a CPU", "6", "1.60", "0.00", "1.00", "0.50", "0.00", "0.10", "2.5", "80", "6.3"]
 
