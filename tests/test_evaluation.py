@@ -1,9 +1,11 @@
 """Rollouts against a plain loop, normalised scores, refused clips, and what is computed of frozen networks."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import planted
 import pytest
@@ -15,17 +17,31 @@ from common import evaluation, runs
 from common.cli import UserError
 from common.dataset import Batch, Dataset
 from common.distractors import DistractorConfig
-from common.envs import make_env
-from common.experts import load_expert
 from common.tasks import get_task
 
-TASK = get_task("cheetah-run")
-DISTRACTORS = DistractorConfig(backgrounds="synthetic", num_videos=1)
 STEPS, EPISODES = 6, 5
 
 
-def seed_of(episode: int) -> int:
-    return int(np.random.SeedSequence([evaluation.EVALUATION_SEED, episode]).generate_state(1)[0])
+class FakeEnv(gymnasium.Env):
+    """Episodes of other lengths, about half of which end with a success; the reward depends on the action."""
+
+    observation_space = gymnasium.spaces.Dict(
+        {"clean/observation": gymnasium.spaces.Box(0, 255, (64, 64, 3), np.uint8)}
+    )
+    action_space = gymnasium.spaces.Box(-1, 1, (6,))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        super().reset(seed=seed)
+        self.left = self.np_random.integers(1, STEPS)
+        return self.observation(), {}
+
+    def observation(self) -> dict[str, np.ndarray]:
+        return {"clean/observation": self.np_random.integers(0, 256, (64, 64, 3), np.uint8)}
+
+    def step(self, action: np.ndarray) -> tuple[dict[str, np.ndarray], float, bool, bool, dict[str, Any]]:
+        self.left -= 1
+        success = self.left == 0 and bool(self.np_random.integers(2))
+        return self.observation(), float(action[0]), success, self.left == 0, {"success": success}
 
 
 def act(frames: torch.Tensor) -> torch.Tensor:
@@ -34,61 +50,49 @@ def act(frames: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.sin(mean), torch.cos(3 * mean)], dim=1)
 
 
-@pytest.fixture(scope="module")
-def plain_loop() -> list[float]:
-    """The returns of the same episodes, one after the other in one environment, with the stack written out."""
-    env = make_env(
-        "cheetah-run", split="test", renders=("distractor",), masks=False, quality="fast",
-        distractors=DISTRACTORS, max_steps=STEPS,
-    )  # fmt: skip
-    returns = []
+@pytest.mark.parametrize(("env_name", "num_envs"), [("cheetah-run", 1), ("cheetah-run", 2), ("fake", 1), ("fake", 3)])
+def test_rollout_equals_a_plain_loop(env_name: str, num_envs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same episodes one after the other, with the stack written out; also where lengths and successes differ."""
+    distractors = DistractorConfig(backgrounds="synthetic", num_videos=1)
+    task, render = get_task("cheetah-run"), "distractor"
+    if env_name == "fake":  # in one process, as Meta-World's, which count successes
+        task, render = get_task("drawer-close"), "clean"
+        monkeypatch.setattr(evaluation, "make_env", lambda *_, **__: FakeEnv())
+        next_step = gymnasium.vector.AutoresetMode.NEXT_STEP
+        monkeypatch.setattr(
+            evaluation, "_start", lambda makers: gymnasium.vector.SyncVectorEnv(makers, autoreset_mode=next_step)
+        )
+    env = evaluation.make_env(
+        task.name,
+        split="test",
+        renders=(render,),
+        masks=False,
+        quality="fast",
+        distractors=distractors,
+        max_steps=STEPS,
+    )
+    returns, lengths, successes = [], [], []
     for episode in range(EPISODES):
-        frames, total = [env.reset(seed=seed_of(episode))[0]["distractor/observation"]] * 3, 0.0
-        for _ in range(STEPS):
+        seed = np.random.SeedSequence([evaluation.EVALUATION_SEED, episode]).generate_state(1)[0]
+        frames, rewards, ended = [env.reset(seed=int(seed))[0][f"{render}/observation"]] * 3, [], False
+        while not ended:
             action = act(torch.from_numpy(np.stack(frames[-3:])[None]))[0].float().numpy()
-            observation, reward, *_ = env.step(action)
-            frames.append(observation["distractor/observation"])
-            total += reward
-        returns.append(total)
+            observation, reward, terminated, truncated, info = env.step(action)
+            frames.append(observation[f"{render}/observation"])
+            rewards.append(reward)
+            ended = terminated or truncated
+        returns.append(sum(rewards))
+        lengths.append(len(rewards))
+        successes.append(info.get("success"))
     env.close()
-    return returns
-
-
-@pytest.mark.parametrize("num_envs", [1, 2])
-def test_rollout_equals_a_plain_loop(num_envs: int, plain_loop: list[float]) -> None:
-    """Also for a number of environments that does not divide the episodes."""
-    rolled = evaluation.rollout(
-        act, TASK, "distractor", DISTRACTORS, "fast",
-        episodes=EPISODES, num_envs=num_envs, device=CPU, max_steps=STEPS,
-    )  # fmt: skip
-    assert rolled["returns"] == pytest.approx(plain_loop, rel=1e-9) and len(set(plain_loop)) == EPISODES
-    assert rolled["lengths"] == [STEPS] * EPISODES
-    scores = rolled["return_mean"], rolled["return_std"]
-    assert scores == pytest.approx((np.mean(plain_loop), np.std(plain_loop)))
-
-
-def test_success_ends_an_episode_and_is_counted() -> None:
-    """Meta-World: the expert's own actions replayed; episodes have other lengths, and the last one never succeeds."""
-    expert, script, lengths, returns = load_expert("drawer-close", "scripted"), [], [], []
-    env = make_env("drawer-close", renders=(), max_steps=80)
-    for episode in range(3):
-        state, done = env.reset(seed=seed_of(episode))[0]["state"], False
-        returns.append(0.0)
-        lengths.append(0)
-        while not done:
-            script.append(expert.act(state) if episode < 2 else np.zeros(4, np.float32))
-            observation, reward, terminated, truncated, _ = env.step(script[-1])
-            state, done = observation["state"], terminated or truncated
-            returns[-1] += reward
-            lengths[-1] += 1
-        script.append(np.ones(4, np.float32))  # the step that resets takes an action too, and ignores it
-    actions = iter(script)
-    rolled = evaluation.rollout(
-        lambda frames: torch.from_numpy(next(actions))[None], get_task("drawer-close"), "clean", DISTRACTORS, "fast",
-        episodes=3, num_envs=1, device=CPU, image_size=16, max_steps=80,
-    )  # fmt: skip
-    assert rolled["lengths"] == lengths and max(lengths[:2]) < lengths[2] == rolled["max_steps"] == 80
-    assert rolled["returns"] == pytest.approx(returns) and rolled["success_rate"] == pytest.approx(2 / 3)
+    options = {"episodes": EPISODES, "num_envs": num_envs, "device": CPU, "max_steps": STEPS}
+    rolled = evaluation.rollout(act, task, render, distractors, "fast", **options)
+    assert rolled["returns"] == pytest.approx(returns, rel=1e-6) and len(set(returns)) == EPISODES
+    assert (rolled["return_mean"], rolled["return_std"]) == pytest.approx((np.mean(returns), np.std(returns)))
+    assert rolled["lengths"] == lengths and rolled["max_steps"] == STEPS
+    if env_name == "fake":
+        assert rolled["success_rate"] == pytest.approx(np.mean(successes)) and len(set(lengths)) > 1
+        assert 0 < rolled["success_rate"] < 1
 
 
 # --- scores and clips
@@ -102,7 +106,9 @@ def test_set(planted_dir: Path) -> Dataset:
 @pytest.mark.parametrize(("steps", "paper", "dataset"), [(1000, 0.5, None), (20, None, 418.835 / 20), (30, None, None)])
 def test_returns_are_compared_over_as_many_steps(test_set: Dataset, steps: int, paper: Any, dataset: Any) -> None:
     """The planted expert earns 20 in its 20 steps; the paper's 837.67 in 1000."""
-    score = evaluation.normalised_score({"return_mean": 418.835, "lengths": [steps] * 2}, TASK, test_set)
+    score = evaluation.normalised_score(
+        {"return_mean": 418.835, "lengths": [steps] * 2}, get_task("cheetah-run"), test_set
+    )
     assert score == {"normalised_paper": pytest.approx(paper), "normalised_dataset": pytest.approx(dataset)}
 
 
@@ -138,17 +144,16 @@ def test_the_evaluation_is_tried_before_training(planted_dir: Path, tmp_path: Pa
 # --- what frozen networks give
 
 
-@pytest.mark.parametrize(("count", "step"), [(50, 1), (50, 3), (2001, 4)])
-def test_latents_are_kept_evenly(count: int, step: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("batch_size", [7, 512])
+def test_latents_are_kept_evenly(batch_size: int, tmp_path: Path) -> None:
     """Whatever the batches, every `step`-th pair from the first one; the pairs pass unchanged."""
-    z, action = torch.randn(count, 3), torch.arange(count)[:, None].float()
-    for size in (7, 512):
-        path = tmp_path / f"{size}.npz"
-        passed = list(evaluation.saved_on_the_way(zip(z.split(size), action.split(size)), path, step))
-        assert torch.equal(torch.cat([pair[0] for pair in passed]), z)
-        with np.load(path) as file:
-            assert np.array_equal(file["z"], z[::step].numpy()) and file["step"] == step
-            assert np.array_equal(file["action"], action[::step].numpy())
+    z, action = torch.randn(2001, 3), torch.arange(2001)[:, None].float()
+    pairs = zip(z.split(batch_size), action.split(batch_size))
+    passed = list(evaluation.saved_on_the_way(pairs, tmp_path / "latents.npz", 4))
+    assert torch.equal(torch.cat([pair[0] for pair in passed]), z)
+    with np.load(tmp_path / "latents.npz") as file:
+        assert np.array_equal(file["z"], z[::4].numpy()) and file["step"] == 4
+        assert np.array_equal(file["action"], action[::4].numpy())
 
 
 WINDOWS = {"batch_size": 16, "device": CPU, "max_offset": 1}
@@ -175,24 +180,21 @@ def test_a_control_is_shared_and_stage_1_has_no_scores(
     """Runs whose untrained models agree on the first batch compute its NMSE once; another model gets its own."""
     monkeypatch.setattr(evaluation, "LATENTS_KEPT", 15)  # of 40
 
+    calls: list[torch.nn.Module] = []
+
     def encode(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         calls.append(model)
         return model(batch.frames[:, 2:4, ::8, ::8, 0].flatten(1) / 255)
 
     untrained, other, model = (torch.nn.Linear(32, 4) for _ in range(3))
+    latents = torch.cat([z for z, _ in evaluation.outputs(partial(encode, model), train_set, **WINDOWS)])
     controls = []
     for variant, control, passes in (("a", untrained, 9), ("b", untrained, 1), ("c", other, 9)):
-        calls: list[torch.nn.Module] = []
+        calls.clear()
         run = runs.Run(lapo.Args(runs_dir=tmp_path), "lapo", variant, {})
-        windows = WINDOWS | {"fields": ("frames",)}
-        latents = evaluation.table(
-            run, "latents", lambda batch: encode(model, batch), train_set, train_set.transitions, **windows
-        )
-        probed = evaluation.probe(run, encode, model, control, latents, train_set, test_set, **windows)
+        probed = evaluation.probe(run, encode, model, control, latents, train_set, test_set, **WINDOWS)
         assert calls.count(control) == passes
-        sets = [
-            evaluation.outputs(lambda batch: encode(control, batch), each, **windows) for each in (train_set, test_set)
-        ]
+        sets = (evaluation.outputs(partial(encode, control), each, **WINDOWS) for each in (train_set, test_set))
         assert probed["untrained"] == evaluation.nmse(*sets, train_set.action_variance)["nmse"]
         controls.append(probed["untrained"])
         with np.load(run.dir / "latents.npz") as file:
