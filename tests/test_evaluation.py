@@ -19,21 +19,21 @@ from common.dataset import Batch, Dataset
 from common.distractors import DistractorConfig
 from common.tasks import get_task
 
-SIZE, STEPS, EPISODES = 8, 6, 5
+MADE_WITH = {"split": "test", "renders": ("clean",), "masks": False, "quality": "fast"}
+MADE_WITH |= {"distractors": DistractorConfig(), "image_size": 8, "max_steps": 6}
 
 
 class FakeEnv(gymnasium.Env):
-    """Made with the arguments of `make_env`; some episodes end early with a success, the reward is an action."""
+    """Frames of noise; the reward is the action, and some episodes end early with a success."""
 
-    def __init__(self, name, *, split, renders, masks, quality, distractors, image_size, max_steps) -> None:
-        assert (name, split, masks, quality) == ("drawer-close", "test", False, "fast")
-        assert (renders, distractors, max_steps) == (("clean",), DistractorConfig(), STEPS)
-        frame = gymnasium.spaces.Box(0, 255, (image_size, image_size, 3), np.uint8)
-        self.observation_space = gymnasium.spaces.Dict({"clean/observation": frame})
-        self.action_space = gymnasium.spaces.Box(-1, 1, (6,))
+    observation_space = gymnasium.spaces.Dict({"clean/observation": gymnasium.spaces.Box(0, 255, (8, 8, 3), np.uint8)})
+    action_space = gymnasium.spaces.Box(-1, 1, (1,))
+
+    def __init__(self, name: str, **made_with: Any) -> None:
+        assert name == "drawer-close" and made_with == MADE_WITH
 
     def observation(self) -> dict[str, np.ndarray]:
-        return {"clean/observation": self.np_random.integers(0, 256, (SIZE, SIZE, 3), np.uint8)}
+        return {"clean/observation": self.np_random.integers(0, 256, (8, 8, 3), np.uint8)}
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         super().reset(seed=seed)
@@ -43,13 +43,12 @@ class FakeEnv(gymnasium.Env):
     def step(self, action: np.ndarray) -> tuple[dict[str, np.ndarray], float, bool, bool, dict[str, Any]]:
         self.steps += 1
         success = self.np_random.random() < 0.2
-        return self.observation(), float(action[0]), success, self.steps == STEPS, {"success": success}
+        return self.observation(), float(action[0]), success, self.steps == 6, {"success": success}
 
 
 def act(frames: torch.Tensor) -> torch.Tensor:
-    """A policy that depends on every frame of the stack: uint8 (N, 3, SIZE, SIZE, 3) to (N, 6)."""
-    mean = frames.double().mean((2, 3, 4))  # (N, 3)
-    return torch.cat([torch.sin(mean), torch.cos(3 * mean)], dim=1) * mean.new_tensor([[1, 2, 3]]).repeat(1, 2)
+    """A policy that depends on every frame of the stack, uint8 (N, 3, 8, 8, 3), and leaves the range of actions."""
+    return 2 * torch.sin(frames.double().mean((2, 3, 4)) @ torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("num_envs", [1, 2])
@@ -57,31 +56,26 @@ def test_rollout_equals_a_plain_loop(num_envs: int, monkeypatch: pytest.MonkeyPa
     """The same episodes one after the other, with the stack and its actions written out."""
     monkeypatch.setattr(evaluation, "make_env", FakeEnv)
     returns, lengths, successes = [], [], []
-    made_with = {"split": "test", "renders": ("clean",), "masks": False, "quality": "fast"}
-    env = FakeEnv("drawer-close", **made_with, distractors=DistractorConfig(), image_size=SIZE, max_steps=STEPS)
-    for episode in range(EPISODES):
+    env = FakeEnv("drawer-close", **MADE_WITH)
+    for episode in range(5):
         seed = np.random.SeedSequence([evaluation.EVALUATION_SEED, episode]).generate_state(1)[0]
-        frames, rewards, ended = [env.reset(seed=int(seed))[0]["clean/observation"]] * 3, [], False
-        while not ended:
+        frames, rewards, ended = [env.reset(seed=int(seed))[0]["clean/observation"]] * 3, [], ()
+        while not any(ended):
             action = act(torch.from_numpy(np.stack(frames[-3:])[None]))[0].float().numpy().clip(-1, 1)
-            observation, reward, terminated, truncated, info = env.step(action)
+            observation, reward, *ended, info = env.step(action)
             frames.append(observation["clean/observation"])
             rewards.append(reward)
-            ended = terminated or truncated
         returns.append(sum(rewards))
         lengths.append(len(rewards))
         successes.append(info["success"])
     rolled = evaluation.rollout(
         act, get_task("drawer-close"), "clean", DistractorConfig(), "fast",
-        episodes=EPISODES, num_envs=num_envs, device=CPU, image_size=SIZE, max_steps=STEPS,
+        episodes=5, num_envs=num_envs, device=CPU, image_size=8, max_steps=6,
     )  # fmt: skip
-    assert rolled["returns"] == pytest.approx(returns, rel=1e-6) and len(set(returns)) == EPISODES
+    assert rolled["returns"] == pytest.approx(returns, rel=1e-6) and len(set(returns)) == 5
     assert (rolled["return_mean"], rolled["return_std"]) == pytest.approx((np.mean(returns), np.std(returns)))
-    assert rolled["lengths"] == lengths and len(set(lengths)) > 1 and rolled["max_steps"] == STEPS
+    assert rolled["lengths"] == lengths and len(set(lengths)) > 1 and rolled["max_steps"] == 6
     assert rolled["success_rate"] == pytest.approx(np.mean(successes)) and len(set(successes)) == 2
-
-
-# --- scores and clips
 
 
 @pytest.fixture(scope="module")
@@ -92,20 +86,17 @@ def test_set(planted_dir: Path) -> Dataset:
 @pytest.mark.parametrize(("steps", "paper", "dataset"), [(1000, 0.5, None), (20, None, 418.835 / 20), (30, None, None)])
 def test_returns_are_compared_over_as_many_steps(test_set: Dataset, steps: int, paper: Any, dataset: Any) -> None:
     """The planted expert earns 20 in its 20 steps; the paper's 837.67 in 1000."""
-    score = evaluation.normalised_score(
-        {"return_mean": 418.835, "lengths": [steps] * 2}, get_task("cheetah-run"), test_set
-    )
+    rolled, task = {"return_mean": 418.835, "lengths": [steps] * 2}, get_task("cheetah-run")
+    score = evaluation.normalised_score(rolled, task, test_set)
     assert score == {"normalised_paper": pytest.approx(paper), "normalised_dataset": pytest.approx(dataset)}
 
 
 def test_success_rate_is_compared_with_both_experts(tmp_path: Path) -> None:
     planted.write(tmp_path, env="door-open", action_dim=4, success=(True, False, True, True))
-    rolled, task = {"success_rate": 0.6, "lengths": [3, 20]}, get_task("door-open")
-    for steps, paper, dataset in ((500, 0.6 / 0.917, None), (20, None, 0.8)):
-        score = evaluation.normalised_score(
-            rolled | {"max_steps": steps}, task, Dataset(tmp_path, "door-open", "train")
-        )
-        assert score == {"normalised_paper": pytest.approx(paper), "normalised_dataset": pytest.approx(dataset)}
+    task, dataset = get_task("door-open"), Dataset(tmp_path, "door-open", "train")
+    for steps, paper, own in ((500, 0.6 / 0.917, None), (20, None, 0.8)):
+        score = evaluation.normalised_score({"success_rate": 0.6, "max_steps": steps}, task, dataset)
+        assert score == {"normalised_paper": pytest.approx(paper), "normalised_dataset": pytest.approx(own)}
 
 
 def test_the_evaluation_is_tried_before_training(planted_dir: Path, tmp_path: Path) -> None:
@@ -127,33 +118,12 @@ def test_the_evaluation_is_tried_before_training(planted_dir: Path, tmp_path: Pa
     assert evaluation.held_out_distractors(dataset, args(stages="lam")) == DistractorConfig()  # nothing is rolled out
 
 
-# --- what frozen networks give
-
-
-WINDOWS = {"batch_size": 16, "device": CPU, "max_offset": 1}
-
-
-def test_a_table_is_computed_once_in_the_order_of_its_indices(test_set: Dataset, tmp_path: Path) -> None:
-    run, calls = runs.Run(lapo.Args(runs_dir=tmp_path), "lapo", "test", {}), []
-
-    def function(batch: Batch) -> torch.Tensor:
-        calls.append(len(batch.index))
-        return torch.stack([batch.index, batch.frames[:, 2, 5, 5, 0]], dim=1)
-
-    indices = np.random.default_rng(0).permutation(test_set.transitions)
-    for _ in range(2):
-        rows = evaluation.table(run, "rows", function, test_set, indices, **WINDOWS)
-        assert np.array_equal(rows.numpy(), np.stack([indices, test_set.frames(indices)[:, 5, 5, 0]], axis=1))
-    assert calls == [16, 16, 8]
-    run.close()
-
-
-def test_a_control_is_shared_and_stage_1_has_no_scores(
+def test_tables_control_and_result_of_stage_1(
     train_set: Dataset, test_set: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs whose untrained models agree on the first batch compute its NMSE once; another model gets its own."""
+    """Tables are computed once a run; the control's NMSE once for runs that begin with the same latent actions."""
     monkeypatch.setattr(evaluation, "LATENTS_KEPT", 15)  # of 40
-
+    windows = {"batch_size": 16, "device": CPU, "max_offset": 1}
     calls: list[torch.nn.Module] = []
 
     def encode(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -161,20 +131,24 @@ def test_a_control_is_shared_and_stage_1_has_no_scores(
         return model(batch.frames[:, 2:4, ::8, ::8, 0].flatten(1) / 255)
 
     untrained, other, model = (torch.nn.Linear(32, 4) for _ in range(3))
-    latents = torch.cat([z for z, _ in evaluation.outputs(partial(encode, model), train_set, **WINDOWS)])
+    order = train_set.transitions[::-1].copy()
     controls = []
     for variant, control, passes in (("a", untrained, 9), ("b", untrained, 1), ("c", other, 9)):
         calls.clear()
         run = runs.Run(lapo.Args(runs_dir=tmp_path), "lapo", variant, {})
-        probed = evaluation.probe(run, encode, model, control, latents, train_set, test_set, **WINDOWS)
+        for _ in range(2):
+            table = evaluation.table(run, "latents", partial(encode, model), train_set, order, **windows)
+        assert len(calls) == 5
+        latents = torch.cat([z for z, _ in evaluation.outputs(partial(encode, model), train_set, **windows)])
+        torch.testing.assert_close(table.flip(0), latents)
+        probed = evaluation.probe(run, encode, model, control, latents, train_set, test_set, **windows)
         assert calls.count(control) == passes
-        sets = (evaluation.outputs(partial(encode, control), each, **WINDOWS) for each in (train_set, test_set))
+        sets = (evaluation.outputs(partial(encode, control), each, **windows) for each in (train_set, test_set))
         assert probed["untrained"] == evaluation.nmse(*sets, train_set.action_variance)["nmse"]
         controls.append(probed["untrained"])
         with np.load(run.dir / "latents.npz") as file:  # every third pair, whatever the batches
-            shown = test_set.transitions[::3]
-            assert file["step"] == 3 and np.array_equal(file["action"], test_set.action[shown].clip(-1, 1))
-            assert len(file["z"]) == len(shown)
+            assert file["step"] == 3 and len(file["z"]) == 14
+            assert np.array_equal(file["action"], test_set.action[test_set.transitions[::3]])
         about = {"train_set": train_set, "test_set": test_set, "labelled": train_set.labelled(30, 1), "drawn": []}
         evaluation.write_result(run, probed, [], {"lam": model}, **about)
         result = json.loads((run.dir / "result.json").read_text())
