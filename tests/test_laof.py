@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import signal
+import unittest.mock
 import urllib.error
 from pathlib import Path
 from typing import Any
@@ -25,19 +26,14 @@ from common.dataset import Dataset
 REAL_RAFT = Path(__file__).parents[1] / "../shared/weights/raft_small.pth"
 
 
-# --- networks and loss
-
-
-@pytest.mark.parametrize(
-    ("size", "counts"), [(64, [2_602_048, 7_812_843, 7_811_547]), (128, [5_747_776, 12_977_259, 12_975_963])]
-)
-def test_parameter_counts_and_shapes(size: int, counts: list[int]) -> None:
+def test_parameter_counts_and_shapes() -> None:
     """Of the paper's IDM, world model and flow decoder; counted by hand, layer by layer."""
-    with torch.device("meta"):
-        model = laof.LatentActionModel(laof.Args(), size, 6)
-        prediction, flow, z = model(torch.zeros(2, 4, 3, size, size))
-    assert [sum(p.numel() for p in part.parameters()) for part in model.children()] == counts
-    assert prediction.shape == flow.shape == (2, 3, size, size) and z.shape == (2, 128)
+    for size, counts in ((64, [2_602_048, 7_812_843, 7_811_547]), (128, [5_747_776, 12_977_259, 12_975_963])):
+        with torch.device("meta"):
+            model = laof.LatentActionModel(laof.Args(), size, 6)
+            prediction, flow, z = model(torch.zeros(2, 4, 3, size, size))
+        assert [sum(p.numel() for p in part.parameters()) for part in model.children()] == counts
+        assert prediction.shape == flow.shape == (2, 3, size, size) and z.shape == (2, 128)
 
 
 def test_what_each_network_sees_and_the_loss(train_set: Dataset) -> None:
@@ -102,22 +98,14 @@ def test_flow_picture_is_hsv() -> None:
     assert np.abs(picture - expected).max() < 1e-5 and (picture[0, 0, 0] == 0).all()
 
 
-# --- RAFT
-
-
 @pytest.mark.skipif(not REAL_RAFT.exists(), reason="no weights of RAFT beside the repository")
 @pytest.mark.parametrize(("size", "iterations"), [(64, 4), (64, 12), (128, 4)])
 def test_flow_of_a_translation(size: int, iterations: int) -> None:
-    """A texture that moves by a known number of pixels: right within 0.2 pixels, away from what moves into view.
-
-    That is at 64 pixels. RAFT works on 128 pixels then, too, and its own error, here up to 0.34 pixels, is not halved.
-    """
+    """Right within 0.2 pixels at 64 pixels, where RAFT works on 128 and its own error is halved."""
     model, _ = raft.load_raft("small", REAL_RAFT, CPU)
-    large = planted.background(np.random.default_rng(3), 2 * size)  # cut out of it, so that nothing wraps around
     steps = [(2, 0), (0, -3), (-1, 2), (3, 3), (0, 0)]
-    start = size // 2
-    first = np.stack([large[start : start + size, start : start + size]] * len(steps))
-    second = np.stack([large[start - y : start - y + size, start - x : start - x + size] for x, y in steps])
+    first = np.stack([planted.background(np.random.default_rng(3), size)] * len(steps))
+    second = np.stack([np.roll(image, (y, x), (0, 1)) for image, (x, y) in zip(first, steps)])
     flow = raft.optical_flow(model, torch.from_numpy(first), torch.from_numpy(second), iterations)
     errors = (flow[:, 8:-8, 8:-8].float() - torch.tensor(steps)[:, None, None]).norm(dim=-1)
     assert errors.mean((1, 2)).max() < 0.2 * size / 64
@@ -158,17 +146,12 @@ def test_weights_under_the_authors_names(size: str, tmp_path: Path) -> None:
     assert all(torch.equal(value, state[name]) for name, value in converted.state_dict().items())
 
 
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return raft_checkpoint(tmp_path_factory.mktemp("raft"))
-
-
-def test_wrong_files_are_refused_in_one_line(weights: Path, tmp_path: Path) -> None:
+def test_wrong_files_are_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "text.pth").write_bytes(b"no checkpoint")
     torch.save({"a": 1}, tmp_path / "number.pth")
     torch.save({"a": torch.zeros(1)}, tmp_path / "tensor.pth")
     for size, path, message in (
-        ("large", weights, "is it RAFT small? Then add --raft small"),
+        ("large", raft_checkpoint(tmp_path), "is it RAFT small? Then add --raft small"),
         ("small", tmp_path / "text.pth", "not a readable file of weights"),
         ("small", tmp_path / "number.pth", "holds no plain dictionary of weights"),
         ("small", tmp_path / "tensor.pth", "not the weights of RAFT small"),
@@ -180,11 +163,9 @@ def test_wrong_files_are_refused_in_one_line(weights: Path, tmp_path: Path) -> N
 
 
 def test_no_network_is_one_clear_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: Any, **__: Any) -> None:
-        raise urllib.error.URLError("connection refused")
-
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))  # where nothing was downloaded before
+    refused = unittest.mock.Mock(side_effect=urllib.error.URLError("connection refused"))
     monkeypatch.setattr("torch.hub.urlopen", refused)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))  # where nothing was downloaded before
     with pytest.raises(UserError, match=r"get https://\S+/raft_small\S+ on .* --raft-checkpoint raft_small_\S+\.pth"):
         raft.load_raft("small", None, CPU)
 
@@ -192,9 +173,10 @@ def test_no_network_is_one_clear_message(tmp_path: Path, monkeypatch: pytest.Mon
 # --- files of flow
 
 
-def attach(data: Path, checkpoint: Path | None, render: str = "distractor", iterations: int = 1) -> Dataset:
+def attach(data: Path, render: str = "distractor", **changes: Any) -> Dataset:
     dataset = Dataset(data, "cheetah-run", "train", render)
-    raft.attach_flow(dataset, "small", checkpoint, iterations, CPU)
+    options = {"raft": "small", "checkpoint": raft_checkpoint(data), "iterations": 1, "device": CPU}
+    raft.attach_flow(dataset, **options | changes)
     return dataset
 
 
@@ -204,10 +186,10 @@ def contents(data: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def complete(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small set in two shards of two episodes, ten frames, with the flow of its distractor render."""
     data = planted.write(tmp_path_factory.mktemp("complete"), train=4, length=4, shards=2)
-    attach(data, weights)
+    attach(data)
     return data
 
 
@@ -217,15 +199,15 @@ def data(complete: Path, tmp_path: Path) -> Path:
     return shutil.copytree(complete, tmp_path / "data")
 
 
-def test_flow_is_that_of_raft_and_computed_once(complete: Path, weights: Path) -> None:
+def test_flow_is_that_of_raft_and_computed_once(complete: Path) -> None:
     """Each row is RAFT's flow to the next frame, the last of an episode zero, however the batches fall."""
     before, state = contents(complete), torch.get_rng_state()
-    dataset, again = attach(complete, weights), attach(complete, None)  # the weights are not needed any more
+    dataset, again = attach(complete), attach(complete, checkpoint=None)  # the weights are not needed any more
     assert len(before) == 2 and contents(complete) == before and again.attached == dataset.attached
     assert torch.equal(torch.get_rng_state(), state)  # a run that computes flow starts from the same weights as others
     about = again.summary()["extra"]["raft"]
     assert (about["raft"], about["iterations"], len(about["weights"]), len(about["hash"])) == ("small", 1, 64, 64)
-    model, _ = raft.load_raft("small", weights, CPU)
+    model, _ = raft.load_raft("small", raft_checkpoint(complete), CPU)
     t = dataset.transitions
     pairs = [torch.from_numpy(dataset.frames(where)) for where in (t, t + 1)]
     flow = torch.from_numpy(dataset.rows("raft", np.arange(dataset.num_frames)))
@@ -233,12 +215,12 @@ def test_flow_is_that_of_raft_and_computed_once(complete: Path, weights: Path) -
     assert flow[t].abs().sum((1, 2, 3)).min() > 0 and (flow[dataset.episode_start[1:] - 1] == 0).all()
 
 
-def test_both_renders_share_the_files(data: Path, weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = attach(data, weights)
+def test_both_renders_share_the_files(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = attach(data)
     t = first.transitions
     before = first.rows("raft", t)
     monkeypatch.setattr(raft, "optical_flow", lambda model, frames, *_: torch.ones(*frames.shape[:3], 2))
-    clean, again = attach(data, weights, "clean"), attach(data, weights)
+    clean, again = attach(data, "clean"), attach(data)
     assert again.attached == first.attached != clean.attached  # so a run from before the second render can be resumed
     assert (clean.rows("raft", t) == 1).all()
     assert np.array_equal(first.rows("raft", t), before) and np.array_equal(again.rows("raft", t), before)
@@ -247,33 +229,33 @@ def test_both_renders_share_the_files(data: Path, weights: Path, monkeypatch: py
 
 @pytest.mark.parametrize("missing", [False, True])
 @pytest.mark.parametrize("other", ["iterations", "weights"])
-def test_other_settings_are_refused(other: str, missing: bool, data: Path, weights: Path, monkeypatch: Any) -> None:
+def test_other_settings_are_refused(other: str, missing: bool, data: Path, monkeypatch: Any) -> None:
     """Nothing is added or lost, also where files are missing, or torchvision downloads other weights."""
     if missing:
         (data / "cheetah-run/train/00000.raft.h5").unlink()
-    before, changed = contents(data), weights.with_name("changed.pth")
-    state = {name: value + 1e-3 for name, value in torch.load(weights, weights_only=True).items()}
+    before, changed = contents(data), data / "changed.pth"
+    state = {name: value + 1e-3 for name, value in torch.load(raft_checkpoint(data), weights_only=True).items()}
     torch.save(state, changed)
     monkeypatch.setattr(raft, "_download", lambda _: state)
-    checkpoints = [weights] if other == "iterations" else [changed, None] if missing else [changed]
-    for checkpoint in checkpoints:
+    cases = {"iterations": [{"iterations": 2}], "weights": [{"checkpoint": changed}, {"checkpoint": None}]}
+    for changes in cases[other][: 1 + missing]:  # without a checkpoint, files that are there are enough
         with pytest.raises(UserError, match=rf"\({other}: .* -> .*\); .* rm \S+/\*/\*\.raft\.h5"):
-            attach(data, checkpoint, iterations=2 if other == "iterations" else 1)
+            attach(data, **changes)
         assert contents(data) == before
 
 
 @pytest.mark.parametrize("damage", ["truncated", "stale"])
-def test_damaged_files(damage: str, data: Path, weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_files(damage: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They are named once and made again."""
     before, path = contents(data), data / "cheetah-run/train/00001.raft.h5"
     other_shard = before["00000.raft.h5"]
     path.write_bytes(other_shard if damage == "stale" else other_shard[:1000])
-    attach(data, weights)
+    attach(data)
     assert contents(data) == before and capsys.readouterr().out.count("; it is made again") == 1
 
 
 @pytest.mark.usefixtures("signals")
-def test_stopped_and_resumed_beside_another_process(data: Path, weights: Path, monkeypatch: Any) -> None:
+def test_stopped_and_resumed_beside_another_process(data: Path, monkeypatch: Any) -> None:
     """The other process makes the first file all the while; a signal comes in the middle of the second."""
     expected, compute, calls = contents(data), raft.optical_flow, []
     paths = [data / "cheetah-run/train" / name for name in sorted(expected)]
@@ -296,8 +278,8 @@ def test_stopped_and_resumed_beside_another_process(data: Path, weights: Path, m
     monkeypatch.setattr(raft, "optical_flow", compute_and_stop)
     monkeypatch.setattr(store.time, "sleep", wait)
     with pytest.raises(Stopped, match=r"the complete files in \S+ stay"):
-        attach(data, weights)
+        attach(data)
     assert list(contents(data)) == [f".{paths[0].name}.claim"]  # nothing is left of the second file
     cli._stop_signal = None
-    attach(data, weights)
+    attach(data)
     assert contents(data) == expected and len(calls) == 1 + 2
