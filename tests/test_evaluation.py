@@ -55,7 +55,7 @@ def act(frames: torch.Tensor) -> torch.Tensor:
 def test_rollout_equals_a_plain_loop(num_envs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same episodes one after the other, with the stack and its actions written out."""
     monkeypatch.setattr(evaluation, "make_env", FakeEnv)
-    returns, lengths, successes = [], [], []
+    episodes = []
     env = FakeEnv("drawer-close", **MADE_WITH)
     for episode in range(5):
         seed = np.random.SeedSequence([evaluation.EVALUATION_SEED, episode]).generate_state(1)[0]
@@ -65,16 +65,15 @@ def test_rollout_equals_a_plain_loop(num_envs: int, monkeypatch: pytest.MonkeyPa
             observation, reward, *ended, info = env.step(action)
             frames.append(observation["clean/observation"])
             rewards.append(reward)
-        returns.append(sum(rewards))
-        lengths.append(len(rewards))
-        successes.append(info["success"])
+        episodes.append((sum(rewards), len(rewards), info["success"]))
+    returns, lengths, successes = zip(*episodes)
     rolled = evaluation.rollout(
         act, get_task("drawer-close"), "clean", DistractorConfig(), "fast",
         episodes=5, num_envs=num_envs, device=CPU, image_size=8, max_steps=6,
     )  # fmt: skip
     assert rolled["returns"] == pytest.approx(returns, rel=1e-6) and len(set(returns)) == 5
     assert (rolled["return_mean"], rolled["return_std"]) == pytest.approx((np.mean(returns), np.std(returns)))
-    assert rolled["lengths"] == lengths and len(set(lengths)) > 1 and rolled["max_steps"] == 6
+    assert rolled["lengths"] == list(lengths) and len(set(lengths)) > 1 and rolled["max_steps"] == 6
     assert rolled["success_rate"] == pytest.approx(np.mean(successes)) and len(set(successes)) == 2
 
 

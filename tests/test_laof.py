@@ -4,11 +4,10 @@ import contextlib
 import math
 import re
 import shutil
-import signal
-import unittest.mock
 import urllib.error
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import planted
@@ -16,10 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision.models.optical_flow
+from matplotlib.colors import hsv_to_rgb
 from methods import CPU, build, lam_sampler, raft_checkpoint
 
 import laof
-from common import cli, raft, store
+from common import raft, store
 from common.cli import Stopped, UserError
 from common.dataset import Dataset
 
@@ -39,9 +39,8 @@ def test_parameter_counts_and_shapes() -> None:
 def test_what_each_network_sees_and_the_loss(train_set: Dataset) -> None:
     """The IDM sees o_t and o_{t+1}, the world model o_t, the flow decoder z alone, which comes in twice."""
     module, args, model = build("laof")
-    sampler = lam_sampler("laof", args, train_set)
-    batch = sampler.next()
-    sampler.close()
+    with contextlib.closing(lam_sampler("laof", args, train_set)) as sampler:
+        batch = sampler.next()
     received = {}
     for name in ("idm", "world_model.down.0", "world_model.up.0", "flow_decoder.down.0", "flow_decoder.up.0"):
         network = model.get_submodule(name)
@@ -87,8 +86,6 @@ def test_schedule() -> None:
 
 
 def test_flow_picture_is_hsv() -> None:
-    from matplotlib.colors import hsv_to_rgb
-
     flow = np.random.default_rng(0).normal(0, 1.5, (2, 48, 64, 2)).astype(np.float32)
     flow[0, 0, 0] = 0
     speed = np.minimum(np.linalg.norm(flow, axis=-1) / (0.02 * math.hypot(48, 64)), 1)
@@ -163,7 +160,7 @@ def test_wrong_files_are_refused_in_one_line(tmp_path: Path) -> None:
 
 
 def test_no_network_is_one_clear_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = unittest.mock.Mock(side_effect=urllib.error.URLError("connection refused"))
+    refused = Mock(side_effect=urllib.error.URLError("connection refused"))
     monkeypatch.setattr("torch.hub.urlopen", refused)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))  # where nothing was downloaded before
     with pytest.raises(UserError, match=r"get https://\S+/raft_small\S+ on .* --raft-checkpoint raft_small_\S+\.pth"):
@@ -244,42 +241,35 @@ def test_other_settings_are_refused(other: str, missing: bool, data: Path, monke
         assert contents(data) == before
 
 
-@pytest.mark.parametrize("damage", ["truncated", "stale"])
-def test_damaged_files(damage: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They are named once and made again."""
-    before, path = contents(data), data / "cheetah-run/train/00001.raft.h5"
-    other_shard = before["00000.raft.h5"]
-    path.write_bytes(other_shard if damage == "stale" else other_shard[:1000])
+def test_damaged_files(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One is truncated, one of another shard: each is named once and made again."""
+    expected, folder = contents(data), data / "cheetah-run/train"
+    (folder / "00001.raft.h5").write_bytes(expected["00000.raft.h5"])
+    (folder / "00000.raft.h5").write_bytes(expected["00000.raft.h5"][:1000])
     attach(data)
-    assert contents(data) == before and capsys.readouterr().out.count("; it is made again") == 1
+    assert contents(data) == expected and capsys.readouterr().out.count("; it is made again") == 2
 
 
-@pytest.mark.usefixtures("signals")
-def test_stopped_and_resumed_beside_another_process(data: Path, monkeypatch: Any) -> None:
+def test_stopped_and_resumed_beside_another_process(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other process makes the first file all the while; a signal comes in the middle of the second."""
-    expected, compute, calls = contents(data), raft.optical_flow, []
-    paths = [data / "cheetah-run/train" / name for name in sorted(expected)]
-    for path in paths:
-        path.unlink()
+    expected = contents(data)
+    first, second = (data / "cheetah-run/train" / name for name in sorted(expected))
+    first.unlink()
+    second.unlink()
     other_process = contextlib.ExitStack()
-    other_process.enter_context(store.claim(paths[0]))
-
-    def compute_and_stop(*arguments: Any) -> torch.Tensor:
-        calls.append(arguments)
-        if len(calls) == 1:  # of the two batches of a file
-            signal.raise_signal(signal.SIGTERM)
-        return compute(*arguments)
+    other_process.enter_context(store.claim(first))
+    with monkeypatch.context() as patch, pytest.raises(Stopped, match=r"the complete files in \S+ stay"):
+        patch.setattr(raft, "stop_requested", Mock(side_effect=[False, True]))  # asked before each of two batches
+        attach(data)
+    assert list(contents(data)) == [f".{first.name}.claim"]
 
     def wait(_: float) -> None:
-        assert paths[1].exists()
-        paths[0].write_bytes(expected[paths[0].name])
+        assert second.exists()
+        first.write_bytes(expected[first.name])
         other_process.close()
 
-    monkeypatch.setattr(raft, "optical_flow", compute_and_stop)
+    compute = Mock(wraps=raft.optical_flow)
+    monkeypatch.setattr(raft, "optical_flow", compute)
     monkeypatch.setattr(store.time, "sleep", wait)
-    with pytest.raises(Stopped, match=r"the complete files in \S+ stay"):
-        attach(data)
-    assert list(contents(data)) == [f".{paths[0].name}.claim"]  # nothing is left of the second file
-    cli._stop_signal = None
     attach(data)
-    assert contents(data) == expected and len(calls) == 1 + 2
+    assert contents(data) == expected and compute.call_count == 2  # nothing was computed twice

@@ -1,7 +1,7 @@
 """LAOM-Labels: parameter counts and the loss by hand, the moving average, where gradients go, and which labels."""
 
+import contextlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,24 +9,16 @@ import torch
 from methods import build, lam_sampler
 
 import laom_labels
-from common.dataset import Dataset, LabelledBatch
+from common.dataset import Dataset
 
 
-def first_batch(args: Any, dataset: Dataset) -> LabelledBatch:
-    sampler = lam_sampler("laom_labels", args, dataset)
-    batch = sampler.next()
-    sampler.close()
-    return batch
-
-
-@pytest.mark.parametrize(("size", "heads"), [(64, [102_916_224, 52_858_880]), (128, [329_408_640, 128_393_216])])
-def test_parameter_counts(size: int, heads: list[int]) -> None:
+def test_parameter_counts() -> None:
     """Of the paper's augmentation, encoder, its average, heads and action layer; counted by hand, layer by layer."""
-    args = laom_labels.defaults(["--env", "cheetah-run"])
-    with torch.device("meta"):
-        model = laom_labels.LatentActionModel(args, size, 6)
-    counts = [sum(p.numel() for p in part.parameters()) for part in model.children()]
-    assert counts == [0, 3_493_824, 3_493_824, *heads, 774]
+    for size, heads in ((64, [102_916_224, 52_858_880]), (128, [329_408_640, 128_393_216])):
+        with torch.device("meta"):
+            model = laom_labels.LatentActionModel(laom_labels.defaults(["--env=walker-run"]), size, 6)
+        counts = [sum(p.numel() for p in part.parameters()) for part in model.children()]
+        assert counts == [0, 3_493_824, 3_493_824, *heads, 774]
 
 
 def test_defaults_follow_the_papers_table() -> None:
@@ -60,7 +52,8 @@ def gradients(loss: torch.Tensor, model: torch.nn.Module) -> set[str]:
 def test_where_gradients_go(train_set: Dataset) -> None:
     """Labels shape encoder and action head; the embedding's error does so through z alone; the target gets nothing."""
     module, args, model = build("laom_labels")
-    batch = first_batch(args, train_set)
+    with contextlib.closing(lam_sampler("laom_labels", args, train_set)) as sampler:
+        batch = sampler.next()
     reached = {"encoder", "action_head", "observation_head", "true_action"}
     assert gradients(module.lam_loss(model, batch, args)[0], model) == reached
     for head, without in (
@@ -76,7 +69,8 @@ def test_the_loss_by_hand(train_set: Dataset) -> None:
     """Without augmentation, one stack after the other; the actions of the first batch are not looked at."""
     module, args, model = build("laom_labels", augment=False)
     model.target.load_state_dict({name: weight * 1.5 for name, weight in model.target.state_dict().items()})
-    batch = first_batch(args, train_set)._replace(action=None)
+    with contextlib.closing(lam_sampler("laom_labels", args, train_set)) as sampler:
+        batch = sampler.next()._replace(action=None)
     loss, z, logs = module.lam_loss(model, batch, args)
 
     def stack(frames: torch.Tensor, positions: list[int]) -> torch.Tensor:
@@ -115,9 +109,10 @@ def test_labels_and_target_of_a_run(train_set: Dataset, tmp_path: Path, monkeypa
             labels[stage] = sampler.tensors["action"]
 
     monkeypatch.setattr(laom_labels, "train", train)
-    tiny = {"idm_scale": 1, "head_dim": 32, "policy_scale": 1, "batch_size": 64, "num_labels": (8, 33)}
-    tiny |= {"eval_episodes": 1, "eval_envs": 1, "eval_steps": 2, "device": "cpu", "compile": False}
-    laom_labels.main(laom_labels.Args(**tiny, data_dir=train_set.data_dir, runs_dir=tmp_path, target_rate=0.1))
+    changes = {"batch_size": 64, "num_labels": (8, 33), "target_rate": 0.1, "device": "cpu", "compile": False}
+    changes |= {"eval_episodes": 1, "eval_envs": 1, "eval_steps": 2}
+    _, args, _ = build("laom_labels", data_dir=train_set.data_dir, runs_dir=tmp_path, **changes)
+    laom_labels.main(args)
     for stage, count in (("lam", 33), ("decoder", 33), ("decoder-8", 8)):
         frames = train_set.labelled(count, 1)
         assert np.array_equal(labels[stage].numpy(), train_set.action[frames]), stage
