@@ -77,19 +77,14 @@ def test_rollout_equals_a_plain_loop(num_envs: int, monkeypatch: pytest.MonkeyPa
     assert rolled["success_rate"] == pytest.approx(np.mean(successes)) and len(set(successes)) == 2
 
 
-@pytest.fixture(scope="module")
-def test_set(planted_dir: Path) -> Dataset:
-    return Dataset(planted_dir, "cheetah-run", "test")
-
-
-def test_scores_are_compared_over_as_many_steps(test_set: Dataset, tmp_path: Path) -> None:
+def test_scores_are_compared_over_as_many_steps(train_set: Dataset, tmp_path: Path) -> None:
     """The planted expert earns 20 in 20 steps, the paper's 837.67 in 1000; three of door-open's four succeed."""
     planted.write(tmp_path, env="door-open", action_dim=4, success=(True, False, True, True))
     door = Dataset(tmp_path, "door-open", "train")
     for dataset, rolled, paper, own in (
-        (test_set, {"return_mean": 418.835, "lengths": [1000, 1000]}, 0.5, None),
-        (test_set, {"return_mean": 418.835, "lengths": [20, 20]}, None, 418.835 / 20),
-        (test_set, {"return_mean": 418.835, "lengths": [30, 30]}, None, None),
+        (train_set, {"return_mean": 418.835, "lengths": [1000, 1000]}, 0.5, None),
+        (train_set, {"return_mean": 418.835, "lengths": [20, 20]}, None, 418.835 / 20),
+        (train_set, {"return_mean": 418.835, "lengths": [30, 30]}, None, None),
         (door, {"success_rate": 0.6, "max_steps": 500}, 0.6 / 0.917, None),
         (door, {"success_rate": 0.6, "max_steps": 20}, None, 0.8),
     ):
@@ -116,10 +111,9 @@ def test_the_evaluation_is_tried_before_training(planted_dir: Path, tmp_path: Pa
     assert evaluation.held_out_distractors(dataset, args(stages="lam")) == DistractorConfig()  # nothing is rolled out
 
 
-def test_tables_control_and_result_of_stage_1(
-    train_set: Dataset, test_set: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_control_and_result_of_stage_1(train_set: Dataset, tmp_path: Path, monkeypatch: Any) -> None:
     """Tables are computed once a run; the control's NMSE once for runs that begin with the same latent actions."""
+    test_set = Dataset(train_set.data_dir, "cheetah-run", "test")
     monkeypatch.setattr(evaluation, "LATENTS_KEPT", 15)  # of 40
     windows = {"batch_size": 16, "device": CPU, "max_offset": 1}
     calls: list[torch.nn.Module] = []

@@ -167,9 +167,6 @@ def test_no_network_is_one_clear_message(tmp_path: Path, monkeypatch: pytest.Mon
         raft.load_raft("small", None, CPU)
 
 
-# --- files of flow
-
-
 def attach(data: Path, render: str = "distractor", **changes: Any) -> Dataset:
     dataset = Dataset(data, "cheetah-run", "train", render)
     options = {"raft": "small", "checkpoint": raft_checkpoint(data), "iterations": 1, "device": CPU}
