@@ -7,10 +7,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import planted
@@ -34,11 +34,24 @@ def planned(experiment: str, **options) -> list[RunJob]:
     return reproduce.plan(Args(experiment, **options))
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.1)
+
+
+def beside(function: Callable[[], None]) -> Future:
+    """Runs a function in a thread. If it fails, Slurm's jobs end, for which the test would wait; `result` says why."""
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException:
+            subprocess.run(["scancel", "--me"])
+            raise
+
+    return ThreadPoolExecutor(1).submit(run)
 
 
 def test_the_experiments_of_the_paper() -> None:
@@ -296,10 +309,9 @@ def test_slurm_order_failures_and_preemption(slurm: Args, tmp_path: Path, monkey
         slurm_command("scontrol", "update", f"job={long.slurm_id}", "StartTime=now")
         wait_for((tmp_path / f"start{number}").exists)
 
-    thread = threading.Thread(target=disturb)
-    thread.start()
+    disturbed = beside(disturb)
     reproduce.run_slurm(jobs, slurm, tmp_path)
-    thread.join()
+    disturbed.result()
     assert {job.state for job in (*data, after, long)} == {"finished"}
     assert (bad.state, needy.state) == ("failed", "not started")
     assert all(f"\nstart {number}\n" in (tmp_path / "long.log").read_text() for number in (1, 2, 3))
@@ -319,10 +331,9 @@ def test_slurm_jobs_stay_in_the_queue_and_can_be_cancelled(slurm: Args, tmp_path
         wait_for(lambda: again.slurm_id)
         subprocess.run(["scancel", again.slurm_id], check=True)
 
-    thread = threading.Thread(target=cancel)
-    thread.start()
+    cancelled = beside(cancel)
     reproduce.run_slurm([again], slurm, tmp_path)
-    thread.join()
+    cancelled.result()
     assert again.state == "failed" and f"in the queue: long, Slurm job {again.slurm_id}" in capsys.readouterr().out
     assert "CANCELLED" in (tmp_path / "long.log").read_text() and (tmp_path / "saved1").exists()
     slurm.slurm.append("partition=none")
