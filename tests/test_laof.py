@@ -6,6 +6,7 @@ import re
 import shutil
 import urllib.error
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
