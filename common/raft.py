@@ -156,15 +156,18 @@ def attach_flow(
     def load() -> None:
         nonlocal model
         model, settings["weights"] = load_raft(raft, checkpoint, device)
+        for path in shards:  # what is there must come from the same weights
+            read(path)
 
-    def read(path: Path) -> store.StoredFile | None:
+    def read(path: Path, report: bool = False) -> store.StoredFile | None:
         """The file of a shard, which may hold the other render's flow only; None if it has to be made."""
         if not path.exists():
             return None
         try:
             stored = read_derived(shards[path], "raft")
         except Damaged as error:
-            print(f"{error}; it is made again", flush=True)
+            if report:
+                print(f"{error}; it is made again", flush=True)
             return None
         there = {key: stored.attributes["settings"].get(key) for key in settings}
         if lines := store.differences(there, settings):
@@ -182,10 +185,8 @@ def attach_flow(
         nonlocal progress
         if model is None:
             load()
-            for other in shards:  # what is there must come from the same weights
-                read(other)
         progress = progress or Progress(f"flow {dataset.env} {dataset.split}", dataset.num_frames, "frames")
-        stored = read(path)
+        stored = read(path, report=True)
         arrays = {} if stored is None else {key: np.array(array) for key, array in stored.arrays.items()}
         write_derived(shards[path], "raft", arrays | {name: compute(shards[path], progress)}, settings)
 
