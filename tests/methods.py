@@ -192,8 +192,8 @@ def _run_script(script: str, words: list[str], output: Path, file_limit: int | N
 
 
 # A server that has imported what is slow to import forks the processes; it has used none of it, so that is safe.
-_server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload("torch torch._dynamo gymnasium h5py matplotlib.pyplot torchvision".split())
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload("torch torch._dynamo gymnasium h5py matplotlib.pyplot torchvision".split())
 
 
 @dataclasses.dataclass
@@ -214,7 +214,7 @@ class ScriptProcess:
     def __init__(self, script: str, words: list[str], output: Path, file_limit: int | None = None) -> None:
         output.mkdir(parents=True, exist_ok=True)
         self.output = output
-        self.process = _server.Process(target=_run_script, args=(script, words, output, file_limit))
+        self.process = SERVER.Process(target=_run_script, args=(script, words, output, file_limit))
         self.process.start()
 
     def until(self, happened: Any, what: str, timeout: float = 300) -> None:

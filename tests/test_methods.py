@@ -1,5 +1,6 @@
 """Known answers of the method scripts: networks, losses, masks, occlusion, golden losses, and a learning test."""
 
+import functools
 import importlib
 import json
 import math
@@ -296,18 +297,24 @@ def golden(script: str, data_dir: Path, runs_dir: Path) -> list[float]:
     return lam_losses(script, runs_dir)
 
 
-def test_compile_equals_eager(planted_dir: Path, tmp_path: Path) -> None:
-    """The whole update, on a model that keeps one residual block per network: compiling all of them takes minutes."""
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_compile_equals_eager(script: str, planted_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of an update is one graph, which is not compiled again as the rate changes, with the same gradients.
+
+    The backend stops before it generates code: a C++ compiler would take minutes.
+    """
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    counters.clear()
     losses = []
     for compiled in (False, True):
-        module, args, model = build("masklam", compile=compiled, log_every=1, runs_dir=tmp_path / str(compiled))
-        for network in (model.idm, model.fdm):
-            blocks = [name for name, part in network.named_modules() if isinstance(part, module.ResidualBlock)]
-            for name in blocks[1:]:
-                network.set_submodule(name, nn.Identity())
+        module, args, model = build(script, compile=compiled, log_every=1, runs_dir=tmp_path / str(compiled))
         lam_training(module, args, model, planted_dir, 3)
-        losses.append(lam_losses("masklam", args.runs_dir))
+        losses.append(lam_losses(script, args.runs_dir))
     torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-6)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
 def learned(data: Path, runs_dir: Path, updates: int, seed: int) -> dict[str, tuple[float, float]]:
@@ -326,10 +333,12 @@ def learned(data: Path, runs_dir: Path, updates: int, seed: int) -> dict[str, tu
 
 def test_masklam_recovers_planted_actions_better_than_lapo(tmp_path: Path) -> None:
     """The method's claim, small: a moving background costs LAPO much of the action, MaskLAM next to none."""
-    data = planted.write(tmp_path / "data", train=40, test=8, length=50, size=16, action_dim=2)
-    scores = learned(data, tmp_path, updates=500, seed=0)
-    assert all(nmse < 0.5 * control for nmse, control in scores.values()), scores
-    assert scores["masklam"][0] < 0.5 * scores["lapo"][0], scores
+    data = planted.write(tmp_path / "data", train=20, test=8, length=50, size=16, action_dim=2)
+    scores = learned(data, tmp_path, updates=100, seed=3)
+    (lapo_nmse, lapo_control), (masklam_nmse, masklam_control) = scores["lapo"], scores["masklam"]
+    # On seeds 1 to 5: MaskLAM 0.05 to 0.07, LAPO 0.76 to 0.85, its control 0.97 to 1.03, MaskLAM's 0.62 to 0.96.
+    assert lapo_nmse < 0.9 * lapo_control and masklam_nmse < 0.3 * masklam_control, scores
+    assert masklam_nmse < 0.3 * lapo_nmse, scores
 
 
 def pair_nmse(module: ModuleType, args: Any, model: nn.Module, data: Path) -> float:
