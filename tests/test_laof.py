@@ -6,7 +6,6 @@ import re
 import shutil
 import urllib.error
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -171,7 +170,7 @@ def test_no_network_is_one_clear_message(tmp_path: Path, monkeypatch: pytest.Mon
 def attach(data: Path, render: str = "distractor", **changes: Any) -> Dataset:
     dataset = Dataset(data, "cheetah-run", "train", render)
     options = {"raft": "small", "raft_checkpoint": raft_checkpoint(data), "raft_iterations": 1}
-    raft.attach_flow(dataset, SimpleNamespace(**options | changes), CPU)
+    raft.attach_flow(dataset, laof.Args(**options | changes), CPU)
     return dataset
 
 
@@ -197,7 +196,7 @@ def data(complete: Path, tmp_path: Path) -> Path:
 def test_flow_is_that_of_raft_and_computed_once(complete: Path) -> None:
     """Each row is RAFT's flow to the next frame, the last of an episode zero, however the batches fall."""
     before, state = contents(complete), torch.get_rng_state()
-    dataset, again = attach(complete), attach(complete, checkpoint=None)  # the weights are not needed any more
+    dataset, again = attach(complete), attach(complete, raft_checkpoint=None)  # the weights are not needed any more
     assert len(before) == 2 and contents(complete) == before and again.attached == dataset.attached
     assert torch.equal(torch.get_rng_state(), state)  # a run that computes flow starts from the same weights as others
     about = again.summary()["extra"]["raft"]
@@ -223,8 +222,8 @@ def test_both_renders_share_the_files(data: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("missing", [False, True])
-@pytest.mark.parametrize("other", ["iterations", "weights"])
-def test_other_settings_are_refused(other: str, missing: bool, data: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("flag", ["raft_iterations", "raft_checkpoint"])
+def test_other_settings_are_refused(flag: str, missing: bool, data: Path, monkeypatch: Any) -> None:
     """Nothing is added or lost, also where files are missing, or torchvision downloads other weights."""
     if missing:
         (data / "cheetah-run/train/00000.raft.h5").unlink()
@@ -232,10 +231,10 @@ def test_other_settings_are_refused(other: str, missing: bool, data: Path, monke
     state = {name: value + 1e-3 for name, value in torch.load(raft_checkpoint(data), weights_only=True).items()}
     torch.save(state, changed)
     monkeypatch.setattr(raft, "_download", lambda _: state)
-    cases = {"iterations": [{"iterations": 2}], "weights": [{"checkpoint": changed}, {"checkpoint": None}]}
-    for changes in cases[other][: 1 + missing]:  # without a checkpoint, files that are there are enough
-        with pytest.raises(UserError, match=rf"\({other}: .* -> .*\); .* rm \S+/\*/\*\.raft\.h5"):
-            attach(data, **changes)
+    values = {"raft_iterations": [2], "raft_checkpoint": [changed, None]}[flag]
+    for value in values[: 1 + missing]:  # without a checkpoint, files that are there are enough
+        with pytest.raises(UserError, match=r"\((iterations|weights): .* -> .*\); .* rm \S+/\*/\*\.raft\.h5"):
+            attach(data, **{flag: value})
         assert contents(data) == before
 
 
