@@ -37,7 +37,7 @@ from common.training import Meter, load_training_state, training_state
 from typing import Annotated
 
 from common import pictures
-from common.cli import Range
+from common.cli import Range, UserError
 from common.masks import unpack_masks
 from common.raft import attach_flow, flow_picture
 
@@ -311,7 +311,11 @@ def input_fields(args: Args) -> tuple[str, ...]:
 
 def open_split(args: Args, split: str) -> Dataset:
     """The data of a split as the method sees it."""
-    return Dataset(args.data_dir, args.env, split, "distractor" if args.distractors else "clean", args.mask_source)
+    render = "distractor" if args.distractors else "clean"
+    dataset = Dataset(args.data_dir, args.env, split, render, args.mask_source)
+    if dataset.image_size & (dataset.image_size - 1):
+        raise UserError(f"{dataset.folder}: frames of {dataset.image_size} pixels; LAOF's U-Nets need a power of two")
+    return dataset
 
 
 def flow_target(batch: Batch, args: Args) -> Tensor:
@@ -442,11 +446,11 @@ def train(
 def main(args: Args) -> None:
     device = runs.choose_device(args.device)
     train_set, test_set = open_split(args, "train"), open_split(args, "test")
-    distractors = evaluation.held_out_distractors(test_set, args)
     labelled = train_set.labelled(max(args.num_labels), args.seed)
     run = runs.Run.open(args, Path(__file__).stem, defaults, train_set, test_set, device)
     if run.is_finished():
         return
+    distractors = evaluation.held_out_distractors(test_set, args)  # tried before the first stage, used in the last
 
     torch.manual_seed(args.seed)
     size, action_dim = train_set.image_size, train_set.action_dim
@@ -457,11 +461,11 @@ def main(args: Args) -> None:
         module.apply(orthogonal_init).to(device, memory_format=torch.channels_last)
 
     options = {"seed": args.seed, "device": device, "on_device": args.data_on_gpu}  # of every sampler
-
     # Stage 1: the latent action model.
     # --- method: stages ---
     run.costs["flow"] = {"seconds": sum(attach_flow(split, args, device) for split in (train_set, test_set))}
-    run.add_identity("raft_weights_hash", train_set.attached["raft"]["weights"])
+    for split in (train_set, test_set):  # the same RAFT made both
+        run.add_identity("raft_weights_hash", split.attached["raft"]["weights"])
     model = LatentActionModel(args, size, action_dim).apply(orthogonal_init)
     model.to(device, memory_format=torch.channels_last)
     untrained = copy.deepcopy(model).eval()  # the control of the probe
@@ -473,7 +477,7 @@ def main(args: Args) -> None:
     model.eval()
     drawn = draw(run, args, model, test_set, device)
 
-    # What it learned: latent actions at k = 1 of all transitions, and how well a linear probe reads actions from them.
+    # What it learned: the latent actions of all transitions, and how well a linear probe reads the true ones from them.
     encode_with = partial(encode, args=args)
     windows = {"batch_size": args.batch_size, "device": device, "max_offset": 1, "fields": input_fields(args)}
     latents = evaluation.table(run, "latents", partial(encode_with, model), train_set, train_set.transitions, **windows)

@@ -465,11 +465,11 @@ def train(
 def main(args: Args) -> None:
     device = runs.choose_device(args.device)
     train_set, test_set = open_split(args, "train"), open_split(args, "test")
-    distractors = evaluation.held_out_distractors(test_set, args)
     labelled = train_set.labelled(max(args.num_labels), args.seed)
     run = runs.Run.open(args, Path(__file__).stem, defaults, train_set, test_set, device)
     if run.is_finished():
         return
+    distractors = evaluation.held_out_distractors(test_set, args)  # tried before the first stage, used in the last
 
     torch.manual_seed(args.seed)
     size, action_dim = train_set.image_size, train_set.action_dim
@@ -480,7 +480,6 @@ def main(args: Args) -> None:
         module.apply(orthogonal_init).to(device, memory_format=torch.channels_last)
 
     options = {"seed": args.seed, "device": device, "on_device": args.data_on_gpu}  # of every sampler
-
     # Stage 1: the latent action model.
     # --- method: stages ---
     with torch.device(device):  # hundreds of millions of weights, so they are initialised where they stay
@@ -496,7 +495,7 @@ def main(args: Args) -> None:
     model.eval()
     drawn = draw(run, args, model, test_set, device)
 
-    # What it learned: latent actions at k = 1 of all transitions, and how well a linear probe reads actions from them.
+    # What it learned: the latent actions of all transitions, and how well a linear probe reads the true ones from them.
     encode_with = partial(encode, args=args)
     windows = {"batch_size": args.batch_size, "device": device, "max_offset": 1, "fields": input_fields(args)}
     latents = evaluation.table(run, "latents", partial(encode_with, model), train_set, train_set.transitions, **windows)

@@ -354,8 +354,11 @@ class Maker:
 # -------------------------------------------------------------------------------------------------------------- workers
 
 
-def make_missing(args: Args, splits: list[Split], tick: Callable[[], None]) -> None:
-    """Makes shards until none is missing; other processes may do the same. `tick` is called once per frame."""
+def make_missing(args: Args, splits: list[Split], tick: Callable[[], None], stop: Callable[[], bool]) -> None:
+    """Makes shards until none is missing; other processes may do the same.
+
+    tick: called once per frame. stop: asked before every shard, whether to end.
+    """
     by_folder = {split.folder: split for split in splits}
 
     def make(path: Path) -> None:
@@ -366,6 +369,7 @@ def make_missing(args: Args, splits: list[Split], tick: Callable[[], None]) -> N
         store.fill(
             paths=lambda: itertools.chain.from_iterable(split.candidates() for split in splits),
             is_missing=lambda path: by_folder[path.parent].is_missing(path),
+            stop=stop,
             make=make,
         )
 
@@ -378,14 +382,17 @@ def work(connection: Any, counts: Any, worker: int, parent: int, args: Args, spl
     # A Ctrl-C reaches all processes of a terminal, a scheduler's signal all of a job; the parent decides.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
+    def stop() -> bool:
+        return bool(counts[-1]) or os.getppid() != parent
+
     def tick() -> None:
         counts[worker] += 1
-        if counts[-1] or os.getppid() != parent:
+        if stop():
             raise Stopped("the complete shards stay")
 
     outcome = None
     try:
-        make_missing(args, splits, tick)
+        make_missing(args, splits, tick, stop)
     except (UserError, Stopped, OSError) as error:
         outcome = error
     with contextlib.suppress(BrokenPipeError):  # the parent was killed
@@ -421,8 +428,9 @@ def make_shards(args: Args, splits: list[Split]) -> None:
             progress.update(there + sum(counts[:-1]) - progress.n)
     finally:
         counts[-1] = 1
+        deadline = time.monotonic() + 20
         for process in workers.values():
-            process.join(20)
+            process.join(max(0, deadline - time.monotonic()))
         progress.close()
         for split in splits:
             store.remove_leftovers(split.folder)

@@ -286,7 +286,7 @@ def open_split(args: Args, split: str) -> Dataset:
     render = "distractor" if args.distractors else "clean"
     dataset = Dataset(args.data_dir, args.env, split, render, args.mask_source)
     if args.occlusion:  # its box is that of the masks from t-2 to t+10, whatever k is
-        attach_mask_blocks(dataset, "blocks", first=-2, last=10)
+        attach_mask_blocks(dataset, "blocks", first=-2, last=max(10, args.max_offset))
     return dataset
 
 
@@ -429,11 +429,11 @@ def train(
 def main(args: Args) -> None:
     device = runs.choose_device(args.device)
     train_set, test_set = open_split(args, "train"), open_split(args, "test")
-    distractors = evaluation.held_out_distractors(test_set, args)
     labelled = train_set.labelled(max(args.num_labels), args.seed)
     run = runs.Run.open(args, Path(__file__).stem, defaults, train_set, test_set, device)
     if run.is_finished():
         return
+    distractors = evaluation.held_out_distractors(test_set, args)  # tried before the first stage, used in the last
 
     torch.manual_seed(args.seed)
     size, action_dim = train_set.image_size, train_set.action_dim
@@ -444,7 +444,6 @@ def main(args: Args) -> None:
         module.apply(orthogonal_init).to(device, memory_format=torch.channels_last)
 
     options = {"seed": args.seed, "device": device, "on_device": args.data_on_gpu}  # of every sampler
-
     # Stage 1: the latent action model.
     # --- method: stages ---
     model = LatentActionModel(args, size, action_dim).apply(orthogonal_init)
@@ -459,7 +458,7 @@ def main(args: Args) -> None:
     model.eval()
     drawn = draw(run, args, model, test_set, device)
 
-    # What it learned: latent actions at k = 1 of all transitions, and how well a linear probe reads actions from them.
+    # What it learned: the latent actions of all transitions, and how well a linear probe reads the true ones from them.
     encode_with = partial(encode, args=args)
     windows = {"batch_size": args.batch_size, "device": device, "max_offset": 1, "fields": input_fields(args)}
     latents = evaluation.table(run, "latents", partial(encode_with, model), train_set, train_set.transitions, **windows)

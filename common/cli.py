@@ -149,6 +149,8 @@ def advice(number: int | None) -> str:
         return "its file system knows no locks, which keep processes apart: choose a folder on another one"
     if number in (errno.EMFILE, errno.ENFILE):
         return "raise the limit of open files with ulimit -n"
+    if number in (errno.EIO, errno.ESTALE):
+        return "the disk or the network file system failed; nothing was replaced because of it"
     return "mend it and rerun the same command to resume"
 
 

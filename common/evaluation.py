@@ -311,9 +311,12 @@ def rollout(
             length[ended], total[ended], success[ended] = 0, 0, False
             starting = ended
     except (EOFError, ConnectionError) as error:
-        if not stop_requested():
-            raise
-        raise Stopped("these episodes start over") from error  # the signal ended the environments' processes too
+        if stop_requested():  # the signal ended the environments' processes too
+            raise Stopped("these episodes start over") from error
+        raise UserError(
+            "an environment's process was killed, as a machine that runs out of memory does; try fewer --eval-envs, and "
+            "rerun the same command to resume"
+        ) from error
     finally:
         if envs is not None:
             with contextlib.suppress(EOFError, ConnectionError):
@@ -384,7 +387,8 @@ def probe(
     def control() -> float:
         """Computed once for all runs that begin with the same latent actions, since training does not change it."""
         first, _ = next(iter(outputs(partial(encode, untrained), test_set, **windows)))
-        begin = f"{train_set.hash} {test_set.hash} {train_set.render}".encode() + first.cpu().numpy().tobytes()
+        data = [[split.hash, split.render, split.mask_hash, split.attached] for split in (train_set, test_set)]
+        begin = json.dumps(data, sort_keys=True).encode() + first.cpu().numpy().tobytes()
         path = Path(run.args.runs_dir) / "controls" / f"{run.args.env}-{hashlib.sha256(begin).hexdigest()[:16]}.json"
         if not path.exists():
             sets = [outputs(partial(encode, untrained), split, **windows) for split in (train_set, test_set)]

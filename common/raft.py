@@ -184,7 +184,9 @@ def attach_flow(dataset: Dataset, args: Any, device: torch.device) -> float:
         nonlocal progress
         if model is None:
             load()
-        progress = progress or Progress(f"flow {dataset.env} {dataset.split}", dataset.num_frames, "frames")
+        if progress is None:
+            missing = sum(shard.frames for path, shard in shards.items() if is_missing(path))
+            progress = Progress(f"flow {dataset.env} {dataset.split}", missing, "frames")
         stored = read(path)
         arrays = {} if stored is None else {key: np.array(array) for key, array in stored.arrays.items()}
         write_derived(shards[path], "raft", arrays | {name: compute(shards[path], progress)}, settings)
@@ -209,6 +211,8 @@ def attach_flow(dataset: Dataset, args: Any, device: torch.device) -> float:
     if args.raft_checkpoint is not None:  # so that flow of other weights is refused, also where nothing is missing
         load()
     store.fill(lambda: shards, is_missing, make)
+    if progress is not None:
+        progress.close()
     files = [read_derived(shard, "raft") for shard in dataset.shards]
     digest = hashlib.sha256("".join(file.array_hash(name) for file in files).encode()).hexdigest()
     settings = files[0].attributes["settings"]

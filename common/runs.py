@@ -13,6 +13,7 @@ import errno
 import hashlib
 import json
 import os
+import pickle
 import platform
 import resource
 import shutil
@@ -25,8 +26,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.cli import Progress, Stopped, UserError, cli, stop_requested  # noqa: F401
-from common.store import Taken, atomic_path, differences, lock_file, write_json
+from common.cli import UserError
+from common.store import NOT_DAMAGE, Taken, atomic_path, differences, lock_file, write_json
 
 ROOT = Path(__file__).parents[1]
 
@@ -172,8 +173,10 @@ def is_finished(run_dir: Path, args: Any) -> bool:
         return False
     try:
         decoders = json.loads(path.read_text(encoding="utf-8"))["decoders"]
-    except (json.JSONDecodeError, KeyError):
+    except json.JSONDecodeError:
         raise UserError(f"{path} is damaged; remove it and rerun the command to make it again") from None
+    except KeyError:
+        raise UserError(f"{run_dir} is of an earlier version, which does not resume; choose --variant") from None
     return args.stages == "lam" or {decoder["num_labels"] for decoder in decoders} >= set(args.num_labels)
 
 
@@ -209,8 +212,6 @@ class Run:
         self.metrics_path = self.dir / "metrics.jsonl"
         self._metrics = open(self.metrics_path, "a", encoding="utf-8")
         self.wandb = None
-        if args.track:
-            self._start_wandb()
 
     @classmethod
     def open(cls, args: Any, script: str, defaults: Any, train_set: Any, test_set: Any, device: Any) -> Run:
@@ -235,6 +236,9 @@ class Run:
         if run.is_finished():
             shutil.rmtree(run.dir / "tables", ignore_errors=True)
             print(f"finished before; {run.dir / 'result.json'} has the result")
+            run.close()
+        elif args.track:
+            run._start_wandb()
         return run
 
     def is_finished(self) -> bool:
@@ -343,10 +347,11 @@ class Run:
         Raises:
             UserError: there are results of later stages, which were made from another outcome of this one.
         """
-        # Decoders of several label budgets ("decoder", "decoder-2000") do not depend on each other.
-        later = [path for path in self._later_files() if path.stem.split("-")[0] != stage.split("-")[0]]
+        # What belongs to one label budget ("decoder-2000", "rollout-2000") does not depend on that of another.
+        kinds = ("decoder", "rollout") if stage.startswith("decoder") else ()
+        later = [path for path in self._later_files() if path.stem.split("-")[0] not in kinds]
         if later:
-            names = ", ".join(sorted(path.name for path in later))
+            names = ", ".join(sorted(str(path.relative_to(self.dir)) for path in later))
             raise UserError(
                 f"{self.dir / stage}.pt is missing, but {names} were made from it; remove them too, or train again "
                 "under another --variant"
@@ -471,8 +476,11 @@ class Run:
                 bad = archive.testzip()
             if bad is None:
                 return torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, zipfile.BadZipFile, RuntimeError, EOFError, ValueError, KeyError):
-            pass
+        except (
+            OSError, zipfile.BadZipFile, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError
+        ) as error:  # fmt: skip
+            if isinstance(error, OSError) and error.errno in NOT_DAMAGE:
+                raise
         raise UserError(f"{path} is damaged")
 
     def close(self) -> None:

@@ -28,7 +28,6 @@ from common import store
 from common.cli import UserError
 from common.store import Damaged
 
-RENDERS = ("clean", "distractor")
 DERIVED = ("raft",)  # names of files beside a shard that are no masks; training makes them
 
 
@@ -62,7 +61,6 @@ class Shard:
     arrays: dict[str, np.ndarray]
     episodes: dict[str, list[Any]]
     content_hash: str
-    command: str
     stored: store.StoredFile
 
     @property
@@ -125,7 +123,6 @@ def read_shard(path: Path) -> Shard:
         arrays=stored.arrays,
         episodes=episodes,
         content_hash=stored.content_hash,
-        command=stored.about.get("command", ""),
         stored=stored,
     )
 

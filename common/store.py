@@ -26,6 +26,7 @@ import json
 import mmap
 import os
 import re
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # The suffix stays, since libraries choose a format by it.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part{path.suffix}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part{path.suffix}")
     try:
         yield temporary
         with open(temporary, "rb") as file:
@@ -199,7 +200,8 @@ def read(path: Path) -> StoredFile:
         with open(path, "rb") as handle, h5py.File(handle, "r") as file:
             version = file.attrs.get("format_version")
             if version is not None and int(version) != FORMAT_VERSION:
-                command = file.attrs.get("command", "the script that made them")
+                about = json.loads(file.attrs.get("about", "{}"))
+                command = about.get("command") or file.attrs.get("command", "the script that made them")
                 raise UserError(
                     f"{path}: format version {version}, this code reads {FORMAT_VERSION}; remove {path.parent} and "
                     f"make its files again with: {command}"
@@ -301,13 +303,18 @@ def claim(path: Path) -> Iterator[None]:
 def remove_leftovers(folder: Path) -> None:
     """Removes claims and temporary files of processes that were killed; those of live ones stay."""
     for leftover in folder.glob(".*"):
-        match = re.fullmatch(r"\.(.+)\.(?:claim|\d+\.part\.\w+)", leftover.name)
+        match = re.fullmatch(r"\.(.+)\.(?:claim|[0-9a-f]+\.part\.\w+)", leftover.name)
         if match:
             with contextlib.suppress(Taken), claim(folder / match[1]):
                 pass
 
 
-def fill(paths: Callable[[], Iterable[Path]], is_missing: Callable[[Path], bool], make: Callable[[Path], None]) -> None:
+def fill(
+    paths: Callable[[], Iterable[Path]],
+    is_missing: Callable[[Path], bool],
+    make: Callable[[Path], None],
+    stop: Callable[[], bool] = stop_requested,
+) -> None:
     """Makes every file that is missing, together with other processes that do the same.
 
     Args:
@@ -315,6 +322,7 @@ def fill(paths: Callable[[], Iterable[Path]], is_missing: Callable[[Path], bool]
             made of earlier ones.
         is_missing: whether a path has to be made; asked again under the claim.
         make: makes a path, which this process has claimed.
+        stop: whether to end before the next file.
 
     Raises Stopped at a signal, before the next file; what is complete stays.
     """
@@ -325,7 +333,7 @@ def fill(paths: Callable[[], Iterable[Path]], is_missing: Callable[[Path], bool]
         for path in paths():
             if path in complete:
                 continue
-            if stop_requested():
+            if stop():
                 raise Stopped(f"the complete files in {path.parent} stay")
             if not is_missing(path):
                 complete.add(path)

@@ -42,7 +42,7 @@ def make(data_dir: Path, env: str, *words: object) -> None:
     """Makes a dataset in this process, as one worker does."""
     args = arguments(data_dir, env, *words)
     splits = [Split(data_dir / env / name, make_plan(args, name)) for name in ("train", "test")]
-    make_dataset.make_missing(args, splits, tick=lambda: None)
+    make_dataset.make_missing(args, splits, tick=lambda: None, stop=lambda: False)
 
 
 def start(data_dir: Path, env: str, *words: object, **options) -> subprocess.Popen:
