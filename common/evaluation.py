@@ -314,8 +314,8 @@ def rollout(
         if stop_requested():  # the signal ended the environments' processes too
             raise Stopped("these episodes start over") from error
         raise UserError(
-            "an environment's process was killed, as a machine that runs out of memory does; try fewer --eval-envs, and "
-            "rerun the same command to resume"
+            "an environment's process was killed, as a machine that runs out of memory does; try fewer --eval-envs "
+            "and rerun the same command to resume"
         ) from error
     finally:
         if envs is not None:
