@@ -238,7 +238,7 @@ class Run:
             print(f"finished before; {run.dir / 'result.json'} has the result")
             run.close()
         elif args.track:
-            run._start_wandb()
+            run.start_wandb()
         return run
 
     def is_finished(self) -> bool:
@@ -281,7 +281,8 @@ class Run:
             )
         write_json(self.dir / "args.json", args)
 
-    def _start_wandb(self) -> None:
+    def start_wandb(self) -> None:
+        """Sends the metrics to Weights & Biases too; a resumed run goes on under its old id."""
         try:
             import wandb
         except ImportError:

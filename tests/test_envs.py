@@ -1,6 +1,7 @@
 """Environments: physics untouched, every random number from the seed, pictures and masks as they should be."""
 
 import contextlib
+import importlib
 import itertools
 import os
 import pickle
@@ -249,7 +250,9 @@ def test_background_is_the_clip_upright_and_not_mirrored(tmp_path, fast):
 
 
 @pytest.mark.parametrize("name", DCS)
-def test_full_clean_render_is_mujocos_own(name, fast):
+def test_full_clean_render_is_mujocos_own(name, fast, monkeypatch):
+    # Where the program imported mujoco first, it did so without OpenGL.
+    monkeypatch.setattr(mujoco.gl_context, "GLContext", importlib.import_module("mujoco.egl").GLContext, raising=False)
     env = fast(name, renders=("clean",), quality="full")
     observation = rollout(env, 0)[-1]
     with mujoco.Renderer(env.model, 64, 64) as renderer:

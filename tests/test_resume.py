@@ -435,6 +435,7 @@ def test_track_sends_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = open_run(tmp_path, track=True)
+    run.start_wandb()
     run.log("lam", 1, {"lam/loss": 1.0})
     path = run.save("lam", 1, {})
     run.close()
