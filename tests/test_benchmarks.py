@@ -39,7 +39,7 @@ def test_throughput(script, planted_dir, tmp_path):
     out = tmp_path / "throughput.json"
     flags = ["--quick", "--batch-size", "4", "--num-labels", "40", "--policy-scale", "1", "--device", "cpu"]
     flags += ["--data-dir", str(planted_dir), "--warmup", "1", "--out", str(out)]
-    flags += methods.flags(script, tmp_path) if script in methods.FLAGS else []  # a user's script has none here
+    flags += methods.flags(script, tmp_path)
     throughput.main(arguments("--script", script, *flags, *TINY))
     record = json.loads(out.read_text())
     check_head(record, "benchmarks.throughput")
