@@ -428,8 +428,11 @@ def evaluate(
 
     Returns for each decoder ``num_labels``, ``normalised_paper``, ``normalised_dataset`` and what `rollout` gives.
     """
-    task, found = get_task(args.env), []
-    for num_labels, decoder in sorted(decoders.items()):
+    task, result = get_task(args.env), run.dir / "result.json"
+    earlier = json.loads(result.read_text(encoding="utf-8"))["decoders"] if result.exists() else []
+    decoded = {entry["num_labels"]: entry for entry in earlier}  # of a run that gets further budgets
+    for num_labels in sorted(decoders.keys() - decoded.keys()):
+        decoder = decoders[num_labels]
         rolled = run.once(
             runs.of_budget("rollout", num_labels, args),
             lambda decoder=decoder: rollout(
@@ -445,8 +448,8 @@ def evaluate(
                 max_steps=args.eval_steps,
             ),
         )
-        found.append({"num_labels": num_labels} | normalised_score(rolled, task, train_set) | rolled)
-    return found
+        decoded[num_labels] = {"num_labels": num_labels} | normalised_score(rolled, task, train_set) | rolled
+    return [decoded[num_labels] for num_labels in sorted(decoded)]
 
 
 def write_result(

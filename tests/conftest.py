@@ -6,9 +6,12 @@ from pathlib import Path
 
 import planted
 import pytest
+import torch
 
 from common import cli
 from common.dataset import Dataset
+
+torch.set_num_threads(1)  # sums are rounded alike whatever the number of cores, and workers do not wait for each other
 
 
 @pytest.fixture(scope="module")

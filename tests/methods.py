@@ -1,16 +1,16 @@
 """What tests need to build, train and run each method script on a planted data set."""
 
 import contextlib
-import dataclasses
 import importlib
 import json
 import multiprocessing
 import os
 import resource
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -96,22 +96,6 @@ def double_precision() -> Iterator[None]:
         torch.Tensor.float = to_float
 
 
-class DoubleActions:
-    """A sampler whose actions are float64, so that a loss does not mix types."""
-
-    def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.sampler, name)
-
-    def next(self) -> Any:
-        batch = self.sampler.next()
-        if hasattr(batch, "labelled"):
-            batch = batch._replace(labelled=batch.labelled._replace(action=batch.labelled.action.double()))
-        return batch._replace(action=batch.action.double())
-
-
 def attach_planted_flow(dataset: Dataset) -> None:
     """The true flow of a planted set as LAOF's: the square's displacement inside its mask, zero elsewhere."""
     size = dataset.image_size
@@ -155,11 +139,11 @@ def lam_training(
     """Trains stage 1 on a planted set and returns the model. `updated` is called after every update."""
     script = module.__name__
     dataset = Dataset(data_dir, "cheetah-run", "train")
+    if torch.get_default_dtype() == torch.float64:  # a loss does not mix types
+        dataset.action = dataset.action.astype(np.float64)
     run = runs.Run(args, script, "test", {})
     probe = nn.Linear(args.latent_dim, dataset.action_dim)
     sampler = lam_sampler(script, args, dataset)
-    if torch.get_default_dtype() == torch.float64:
-        sampler = DoubleActions(sampler)
 
     def after_update(model: nn.Module) -> None:
         updated(model)
@@ -193,16 +177,9 @@ def _run_script(script: str, words: list[str], output: Path, file_limit: int | N
 
 # A server that has imported what is slow to import forks the processes; it has used none of it, so that is safe.
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload("torch torch._dynamo gymnasium h5py matplotlib.pyplot torchvision".split())
-
-
-@dataclasses.dataclass
-class Finished:
-    """As `subprocess.CompletedProcess`."""
-
-    returncode: int
-    stdout: str
-    stderr: str
+SERVER.set_forkserver_preload(
+    "torch torch._dynamo gymnasium h5py matplotlib.pyplot torchvision timm sklearn.pipeline tests.preload".split()
+)
 
 
 class ScriptProcess:
@@ -217,11 +194,10 @@ class ScriptProcess:
         self.process = SERVER.Process(target=_run_script, args=(script, words, output, file_limit))
         self.process.start()
 
-    def until(self, happened: Any, what: str, timeout: float = 300) -> None:
+    def until(self, happened: Callable[[], bool]) -> None:
         """Waits until `happened()`, while the process runs."""
-        deadline = time.monotonic() + timeout
         while not happened():
-            assert self.process.is_alive() and time.monotonic() < deadline, f"{what}: {self.wait().stderr}"
+            assert self.process.is_alive(), self.wait()
             time.sleep(0.01)
 
     def signal(self, number: int) -> None:
@@ -230,20 +206,16 @@ class ScriptProcess:
 
     def size(self) -> int:
         """How many processes there are: this one and those that it started."""
-        stats = [path.read_text().rsplit(")", 1)[1].split() for path in Path("/proc").glob("[0-9]*/stat")]
-        return sum(int(fields[2]) == self.process.pid for fields in stats)
+        count = 0
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(ProcessLookupError):
+                count += os.getpgid(int(path.name)) == self.process.pid
+        return count
 
-    def kill(self) -> None:
-        self.signal(signal.SIGKILL)
-        self.wait()
-
-    def wait(self) -> Finished:
-        self.process.join(300)
-        if self.process.is_alive():
-            self.signal(signal.SIGKILL)
-            raise AssertionError(f"does not end: {(self.output / 'stderr').read_text()}")
+    def wait(self) -> subprocess.CompletedProcess:
+        self.process.join(600)
         texts = ((self.output / name).read_text() for name in ("stdout", "stderr"))
-        return Finished(self.process.exitcode, *texts)
+        return subprocess.CompletedProcess(self.process.name, self.process.exitcode, *texts)
 
 
 def metrics(directory: Path) -> list[dict[str, Any]]:
