@@ -28,6 +28,7 @@ from typing import Any
 
 from common.cli import UserError
 from common.store import NOT_DAMAGE, Taken, atomic_path, differences, lock_file, write_json
+from common.tasks import get_task
 
 ROOT = Path(__file__).parents[1]
 
@@ -224,6 +225,9 @@ class Run:
                 f"the frames of {train_set.folder} have {train_set.image_size} pixels, those of {test_set.folder} "
                 f"{test_set.image_size}: make one of them again with make_dataset.py"
             )
+        task = get_task(args.env)
+        if args.eval_steps is not None and args.eval_steps > task.max_steps:
+            raise UserError(f"--eval-steps is {args.eval_steps}, but {task.name} ends after {task.max_steps} steps")
         identity = {
             "train_hash": train_set.hash,
             "test_hash": test_set.hash,

@@ -64,7 +64,6 @@ def test_arguments(script: str) -> None:
         (["--occlusion", "2"], "--occlusion is 2.0, must be from 0 to 0.75"),
         (["--lam-lr", "nan"], "--lam-lr is nan"),
         (["--eval-steps", "1001"], "--eval-steps is 1001, but cheetah-run ends after 1000 steps"),
-        (["--clips-dir", "/nowhere/at/all"], "--clips-dir /nowhere/at/all is no folder"),
         (["--device", "cuda"], "torch finds no GPU"),
     ],
 )
