@@ -5,7 +5,7 @@
 
 Writes data/<env>/train and data/<env>/test with one process per core. Rerun the same command to resume after a stop.
 What a shard holds depends on the arguments and its number alone, never on how many processes made it. Paper scale (the
-default without --quick) takes about 260 GB for a task of the Control Suite, 110 GB for one of Meta-World.
+default without --quick) takes about 260 GB for a task of the Control Suite, 113 GB for one of Meta-World.
 """
 
 import contextlib
