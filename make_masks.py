@@ -28,7 +28,7 @@ import tyro
 from PIL import Image
 
 from common import pictures, runs, sam, store
-from common.cli import Count, Progress, Range, Stopped, UserError, cli, stop_requested
+from common.cli import Count, Name, Progress, Range, Stopped, UserError, cli, stop_requested
 from common.dataset import Dataset
 from common.shards import DERIVED, Shard, derived_path, read_derived, write_derived
 from common.tasks import TASKS, get_task
@@ -49,7 +49,7 @@ class Args:
     """which splits"""
     render: Literal["both", "clean", "distractor"] = "both"
     """which renders; both: those that the dataset has"""
-    name: str = "sam"
+    name: Name = "sam"
     """name of the masks: <shard>.<name>.h5, and --mask-source <name> in masklam.py"""
     model: Literal[sam.MODELS] = "tiny"
     """size of SAM 2.1's image encoder (hiera)"""

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import signal
 from collections.abc import Callable, Iterable
 from functools import partial
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +16,11 @@ import torch
 from torch import Tensor
 
 from common import pictures, runs
-from common.cli import Progress, Stopped, UserError, stop_requested
+from common.cli import Progress, Stopped, UserError, signals_blocked, stop_requested
 from common.dataset import Batch, Dataset, sequential
 from common.distractors import DistractorConfig, clips_digest
 from common.envs import make_env
-from common.store import atomic_path, write_json
+from common.store import Damaged, atomic_path, read_json, write_json
 from common.tasks import Task, get_task
 
 Pairs = Iterable[tuple[Tensor, Tensor]]  # latent actions (B, d_z) and actions (B, A) clipped to [-1, 1]
@@ -230,14 +228,8 @@ def _start(makers: list[Callable[[], gymnasium.Env]]) -> gymnasium.vector.Vector
     autoreset = gymnasium.vector.AutoresetMode.NEXT_STEP
     if len(makers) == 1:
         return gymnasium.vector.SyncVectorEnv(makers, autoreset_mode=autoreset)
-    # The workers inherit that SIGINT is blocked: a Ctrl-C in a terminal reaches them too, but this process decides, to
-    # which it comes once they have started. The tracker of shared memory would unblock it when it starts.
-    resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    with signals_blocked():
         return gymnasium.vector.AsyncVectorEnv(makers, context="spawn", autoreset_mode=autoreset)
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def rollout(
@@ -385,10 +377,12 @@ def probe(
         data = [[split.hash, split.render, split.mask_hash, split.attached] for split in (train_set, test_set)]
         begin = json.dumps(data, sort_keys=True).encode() + first.cpu().numpy().tobytes()
         path = Path(run.args.runs_dir) / "controls" / f"{run.args.env}-{hashlib.sha256(begin).hexdigest()[:16]}.json"
-        if not path.exists():
-            sets = [outputs(partial(encode, untrained), split, **windows) for split in (train_set, test_set)]
-            write_json(path, nmse(*sets, variance)["nmse"])
-        return json.loads(path.read_text(encoding="utf-8"))
+        with contextlib.suppress(FileNotFoundError, Damaged):
+            return read_json(path, float)
+        sets = [outputs(partial(encode, untrained), split, **windows) for split in (train_set, test_set)]
+        value = nmse(*sets, variance)["nmse"]
+        write_json(path, value)
+        return value
 
     def compute() -> dict[str, Any]:
         actions = torch.from_numpy(train_set.action[train_set.transitions].clip(-1, 1))
@@ -424,7 +418,7 @@ def evaluate(
     Returns for each decoder ``num_labels``, ``normalised_paper``, ``normalised_dataset`` and what `rollout` gives.
     """
     task, result = get_task(args.env), run.dir / "result.json"
-    earlier = json.loads(result.read_text(encoding="utf-8"))["decoders"] if result.exists() else []
+    earlier = read_json(result)["decoders"] if result.exists() else []
     decoded = {entry["num_labels"]: entry for entry in earlier}  # of a run that gets further budgets
     for num_labels in sorted(decoders.keys() - decoded.keys()):
         decoder = decoders[num_labels]
