@@ -142,6 +142,8 @@ class Args:
     """mode of torch.compile"""
     log_every: Count = 100
     """updates between two lines of metrics"""
+    probe_at: tuple[Count, ...] | None = None
+    """updates of the latent action model after which its NMSE is measured too"""
     checkpoint_every: Count = 2000
     """updates between two checkpoints"""
     track: bool = False
@@ -412,6 +414,8 @@ def train(
         after_update(model)
         meter.add(loss, logs)
         step += 1
+        if stage == "lam" and step in (args.probe_at or ()):
+            meter.probe(partial(encode, args=args), input_fields(args))
 
         save = step % args.checkpoint_every == 0 or step == updates or stop_requested()
         if step % args.log_every == 0 or save:

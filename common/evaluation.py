@@ -360,6 +360,12 @@ def _log(run: runs.Run, metrics: dict[str, float | None]) -> None:
     run.log("eval", 0, {name: value for name, value in metrics.items() if value is not None})
 
 
+def probe_now(run: runs.Run, encode: Callable[[Batch], Tensor], **windows: Any) -> float:
+    """NMSE of latent actions `encode` (B, d_z) of a batch, from the run's train split to its test split."""
+    pairs = (outputs(encode, split, **windows) for split in (run.train_set, run.test_set))
+    return nmse(*pairs, run.train_set.action_variance)["nmse"]
+
+
 def probe(
     run: runs.Run,
     encode: Callable[[torch.nn.Module, Batch], Tensor],
@@ -386,8 +392,7 @@ def probe(
         begin = json.dumps(data, sort_keys=True).encode() + first.cpu().numpy().tobytes()
         path = Path(run.args.runs_dir) / "controls" / f"{run.args.env}-{hashlib.sha256(begin).hexdigest()[:16]}.json"
         if not path.exists():
-            sets = [outputs(partial(encode, untrained), split, **windows) for split in (train_set, test_set)]
-            write_json(path, nmse(*sets, variance)["nmse"])
+            write_json(path, probe_now(run, partial(encode, untrained), **windows))
         return json.loads(path.read_text(encoding="utf-8"))
 
     def compute() -> dict[str, Any]:

@@ -118,7 +118,7 @@ def peak_memory_gib(device: Any) -> float:
 # Fields that may differ between two commands that continue one run: they change neither data nor method. (Compiled code
 # rounds differently; the kind of device is part of a run's identity.) So may paths: what they hold is known by hashes.
 RUNTIME_FIELDS = frozenset(
-    "stages variant device data_on_gpu eval_envs compile compile_mode log_every checkpoint_every "
+    "stages variant device data_on_gpu eval_envs compile compile_mode log_every probe_at checkpoint_every "
     "track wandb_project".split()
 )
 LONGEST_NAME = 180  # of a variant, in characters
@@ -206,6 +206,7 @@ class Run:
         for leftover in self.dir.rglob(".*.part*"):  # of a process that was killed while it wrote
             leftover.unlink()
         self._check_args()
+        self.train_set = self.test_set = None  # see `open`
         self.about: dict[str, Any] = {}  # what a method adds to the result
         self.costs: dict[str, dict[str, float]] = {}  # seconds and more of each stage
         self.commit, self.versions = git_commit(), versions()
@@ -236,6 +237,7 @@ class Run:
         }
         default = defaults([f"--env={args.env}", *(["--quick"] if args.quick else [])])
         run = cls(args, script, variant_name(args, default), identity)
+        run.train_set, run.test_set = train_set, test_set
         print(f"{script}: {run.dir} on {device}, {train_set.num_transitions:,} transitions for training", flush=True)
         if run.is_finished():
             shutil.rmtree(run.dir / "tables", ignore_errors=True)
