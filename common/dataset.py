@@ -174,6 +174,25 @@ class Dataset:
 
     # --- content
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether it was imported from recorded videos, so that no simulator can go on from its frames."""
+        return self.render == "video"
+
+    @property
+    def has_masks(self) -> bool:
+        return "masks" in self._rows
+
+    @property
+    def action_unit(self) -> np.ndarray:
+        """float64 (A,): what 1 in the actions of this set is in the units of what it was imported from."""
+        scale = self.plan.get("action_scale")
+        return (np.array(scale["high"]) - scale["low"]) / 2 if scale else np.ones(self.action_dim)
+
+    def episode_values(self, name: str) -> list[Any]:
+        """What the shards say of each episode under a name (seed, source, ...), in order."""
+        return [value for shard in self.shards for value in shard.episodes[name]]
+
     def _whole(self, name: str) -> np.ndarray:
         return np.concatenate([shard.arrays[name] for shard in self.shards])
 
@@ -242,7 +261,12 @@ class Dataset:
         }
 
     def labelled(self, num_labels: int, seed: int) -> np.ndarray:
-        """Exactly `num_labels` transitions, int64 sorted: whole episodes in random order, the last one cut short."""
+        """Exactly `num_labels` transitions, int64 sorted: whole episodes in random order, the last one cut short.
+
+        None of a set without actions.
+        """
+        if not self.action_dim:
+            return np.empty(0, np.int64)
         if not 0 < num_labels <= self.num_transitions:
             raise UserError(
                 f"{self.folder}: holds {self.num_transitions:,} transitions, so --num-labels {num_labels:,} is not "

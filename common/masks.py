@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.dataset import Dataset
+from common.dataset import Batch, Dataset
 
 
 def unpack_masks(packed: Tensor, height: int, width: int) -> Tensor:
@@ -15,6 +15,11 @@ def unpack_masks(packed: Tensor, height: int, width: int) -> Tensor:
     shift = torch.arange(7, -1, -1, dtype=torch.uint8, device=packed.device)
     bits = (packed.unsqueeze(-1) >> shift) & 1
     return bits.view(*packed.shape[:-1], 1, height, width).float()
+
+
+def next_masks(batch: Batch) -> Tensor | None:
+    """The masks of o_{t+1} in a batch, (B, 1, H, W), for outlines in pictures; None if it has no masks."""
+    return None if batch.masks is None else unpack_masks(batch.masks[:, 3], *batch.frames.shape[2:4])
 
 
 def attach_mask_blocks(dataset: Dataset, name: str, first: int, last: int) -> None:
