@@ -1,4 +1,4 @@
-"""Datasets of rollouts as training sees them: a split through one render, and batches of windows from it.
+"""Datasets of rollouts or videos as training sees them: a split through one render, and batches of windows from it.
 
 `common/shards.py` has the content of the files.
 """
@@ -21,6 +21,7 @@ from common import store
 from common.cli import UserError
 from common.shards import DERIVED, Shard, derived_path, missing_shards, read_derived, read_shard, shard_paths
 from common.store import Damaged
+from common.tasks import TASKS
 
 TRAINING_BYTES = 24 * 2**30  # what training takes at most beside the data: the peak that the paper reports
 NOISE_DIM = 8  # random numbers per sample of a batch
@@ -32,11 +33,13 @@ class Dataset:
 
     Every check but the hashes of the frames runs on opening; `verify` does those. Frames are counted through all shards
     in order, so a global index names one frame. Raises UserError with the command that makes or repairs what is not
-    as it should be.
+    as it should be. What was imported may have no actions, states, rewards or masks: see the attributes.
 
     Args:
-        render: clean or distractor; None for distractor, or clean if the set has no other.
-        mask_source: gt for the simulator's masks, or the name of the mask files beside the shards.
+        render: clean or distractor; None for distractor, or clean if the set has no other. An imported video has one
+            render, "video", and is seen through it whatever is asked for.
+        mask_source: gt for the masks in the shards, or the name of the mask files beside them. A set without masks
+            opens with gt too; the first use of its masks is a UserError.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class Dataset:
         self.image_size: int = plan["image_size"]
         self.action_dim: int = plan["action_dim"]
         self.state_dim: int = plan["state_dim"]
-        self.render = render = render or plan["renders"][-1]
+        self.render = render = "video" if plan["renders"] == ["video"] else render or plan["renders"][-1]
         if render not in plan["renders"]:
             raise UserError(
                 f"{self.folder}: holds no {render} frames, only {', '.join(plan['renders'])}; make the dataset again "
@@ -62,16 +65,18 @@ class Dataset:
         self.num_episodes = len(self.episode_start) - 1
         self.num_transitions = self.num_frames - self.num_episodes
         self.hash = hashlib.sha256("".join(shard.content_hash for shard in self.shards).encode()).hexdigest()
-        self.action = self._whole("action")  # float32 (T, A), unclipped
+        self.action = self._matrix("action", self.action_dim)  # float32 (T, A), unclipped; A is 0 if there are none
         # What batches may carry: name -> an array (T, ...) per shard.
         self._rows = {"frames": [shard.arrays[f"{render}/observation"] for shard in self.shards]}
         self.attached: dict[str, dict[str, Any]] = {}  # of further ones: how they came about, and their hash
         self._resident: dict[tuple[str, torch.device], torch.Tensor] = {}
         self.mask_hash = "gt"  # of the mask files, if they are not the shards' own
-        if mask_source == "gt":
+        if mask_source != "gt":
+            self._open_masks(mask_source)
+        elif plan.get("masks", True):
             self._rows["masks"] = [shard.arrays[f"{render}/mask"] for shard in self.shards]
         else:
-            self._open_masks(mask_source)
+            self.mask_hash = "none"
 
     # --- opening and checking
 
@@ -87,7 +92,8 @@ class Dataset:
     def command(self) -> str:
         """The command that makes this split, as its shards or the other split's remember it."""
         files = [*shard_paths(self.folder), *sorted(self.folder.parent.glob("*/00000.h5"))]
-        return self._command(files, f"python make_dataset.py --env {self.env}")
+        imported = f"python import_data.py videos DIR --name {self.env}"
+        return self._command(files, f"python make_dataset.py --env {self.env}" if self.env in TASKS else imported)
 
     def _mask_command(self, source: str) -> str:
         """The command that makes masks of that name, as one of the split's mask files remembers it."""
@@ -107,7 +113,8 @@ class Dataset:
         for path in paths:
             try:
                 shards.append(read_shard(path))
-                store.verify(shards[-1].stored, ["action"])  # small, and read as a whole anyway
+                # Actions are small, and read as a whole anyway.
+                store.verify(shards[-1].stored, {"action"} & shards[-1].arrays.keys())
             except Damaged as error:
                 raise self._damaged(error, path, self.command) from error
         first = shards[0]
@@ -133,7 +140,8 @@ class Dataset:
         absent = [path for path in files if not path.exists()]
         if absent:
             present = {path.name.split(".")[1] for path in self.folder.glob("[0-9]*.*.h5")} - set(DERIVED)
-            lack = f"no masks named '{source}'; there are: {', '.join(['gt', *sorted(present)])}. Make"
+            present |= {"gt"} if self.plan.get("masks", True) else set()
+            lack = f"no masks named '{source}'; there are: {', '.join(sorted(present)) or 'none'}. Make"
             if len(absent) < len(files):
                 lack = f"masks '{source}' are missing for {len(absent)} of {len(files)} shards; finish"
             raise UserError(f"{absent[0]}: {lack} them with: {self._mask_command(source)}")
@@ -196,6 +204,10 @@ class Dataset:
     def _whole(self, name: str) -> np.ndarray:
         return np.concatenate([shard.arrays[name] for shard in self.shards])
 
+    def _matrix(self, name: str, width: int) -> np.ndarray:
+        """float32 (num_frames, width), where the shards leave out an array without columns."""
+        return self._whole(name) if width else np.empty((self.num_frames, 0), np.float32)
+
     @cached_property
     def transitions(self) -> np.ndarray:
         """int64 (num_transitions,): every frame that has a next one in its episode, in order."""
@@ -210,17 +222,19 @@ class Dataset:
 
     @cached_property
     def state(self) -> np.ndarray:
-        """float32 (num_frames, S)."""
-        return self._whole("state")
+        """float32 (num_frames, S); S is 0 if there are no states."""
+        return self._matrix("state", self.state_dim)
 
     @cached_property
-    def reward(self) -> np.ndarray:
-        """float32 (num_frames,)."""
-        return self._whole("reward")
+    def reward(self) -> np.ndarray | None:
+        """float32 (num_frames,), or None where there are no rewards."""
+        return self._whole("reward") if self.plan.get("reward", True) else None
 
     @cached_property
-    def episode_return(self) -> np.ndarray:
-        """float64 (num_episodes,): sum of rewards."""
+    def episode_return(self) -> np.ndarray | None:
+        """float64 (num_episodes,): sum of rewards; None where there are none."""
+        if self.reward is None:
+            return None
         return np.add.reduceat(self.reward.astype(np.float64), self.episode_start[:-1])
 
     @cached_property
@@ -231,12 +245,17 @@ class Dataset:
         return np.logical_or.reduceat(self._whole("success"), self.episode_start[:-1])
 
     @property
-    def mean_return(self) -> float:
-        return float(self.episode_return.mean())
+    def mean_return(self) -> float | None:
+        return None if self.episode_return is None else float(self.episode_return.mean())
 
     @cached_property
-    def action_variance(self) -> float:
-        """Population variance of the actions clipped to [-1, 1], averaged over dimensions: the denominator of NMSE."""
+    def action_variance(self) -> float | None:
+        """Population variance of the actions clipped to [-1, 1], averaged over dimensions: the denominator of NMSE.
+
+        None where there are no actions.
+        """
+        if not self.action_dim:
+            return None
         count, total, squares = 0, np.zeros(self.action_dim), np.zeros(self.action_dim)
         for chunk in np.array_split(self.transitions, max(1, len(self.transitions) >> 18)):
             action = np.clip(self.action[chunk].astype(np.float64), -1, 1)
@@ -250,7 +269,7 @@ class Dataset:
             "episodes": self.num_episodes,
             "transitions": self.num_transitions,
             "mean_return": self.mean_return,
-            "return_std": float(self.episode_return.std()),
+            "return_std": None if self.episode_return is None else float(self.episode_return.std()),
             "success_rate": None if self.episode_success is None else float(self.episode_success.mean()),
             "action_variance": self.action_variance,
             "render": self.render,
@@ -259,6 +278,14 @@ class Dataset:
             "extra": self.attached,
             "plan": self.plan,
         }
+
+    def original_action(self, action: np.ndarray) -> np.ndarray:
+        """Actions (..., A) in the units that they were imported in: undoes the plan's `action_scale`, if it has one."""
+        scale = self.plan.get("action_scale")
+        if scale is None:
+            return action
+        low, high = np.array(scale["low"]), np.array(scale["high"])
+        return (low + (action + 1) / 2 * (high - low)).astype(np.float32)
 
     def labelled(self, num_labels: int, seed: int) -> np.ndarray:
         """Exactly `num_labels` transitions, int64 sorted: whole episodes in random order, the last one cut short.
@@ -298,14 +325,23 @@ class Dataset:
         self._rows[name] = parts
         self.attached[name] = (settings or {}) | {"hash": digest}
 
+    def _parts(self, name: str) -> list[np.ndarray]:
+        """The array of each shard. UserError for masks where there are none."""
+        if name == "masks" and name not in self._rows:
+            raise UserError(
+                f"{self.folder}: the set has no masks; make them and name them with --mask-source: "
+                f"{self._mask_command('sam')}"
+            )
+        return self._rows[name]
+
     def row_kind(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         """The dtype and the shape of a row of frames, masks, or of what was attached under a name."""
-        part = self._rows[name][0]
+        part = self._parts(name)[0]
         return part.dtype, part.shape[1:]
 
     def rows(self, name: str, index: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Rows at global frame indices (...,): (..., *shape of a row). name: frames, masks, or something attached."""
-        parts, (dtype, item) = self._rows[name], self.row_kind(name)
+        parts, (dtype, item) = self._parts(name), self.row_kind(name)
         index = np.asarray(index, np.int64)
         if out is None:
             out = np.empty((*index.shape, *item), dtype)
@@ -330,7 +366,7 @@ class Dataset:
             dtype, item = self.row_kind(name)
             row_bytes = dtype.itemsize * int(np.prod(item))
             whole = torch.empty((self.num_frames, row_bytes), dtype=torch.uint8, device=device)
-            for part, first in zip(self._rows[name], self._frame_start):
+            for part, first in zip(self._parts(name), self._frame_start):
                 for start in range(0, len(part), MAP_CHUNK):
                     rows = np.array(part[start : start + MAP_CHUNK])
                     chunk = torch.from_numpy(rows.reshape(len(rows), -1).view(np.uint8))
@@ -351,7 +387,7 @@ class Dataset:
         if device.type != "cuda":
             return False
         absent = [name for name in fields if (name, device) not in self._resident]
-        needed = sum(part.nbytes for name in absent for part in self._rows[name])
+        needed = sum(part.nbytes for name in absent for part in self._parts(name))
         free = torch.cuda.mem_get_info(device)[0]
         return needed <= max(free / 4, free - TRAINING_BYTES)
 

@@ -6,13 +6,14 @@ frame: NaN, 0, False). What is derived from a shard (masks, flow) lies beside it
 
 | array | dtype, shape |
 |---|---|
-| `<render>/observation` | uint8 (T, H, W, 3), render = clean, distractor |
+| `<render>/observation` | uint8 (T, H, W, 3), render = clean, distractor; or video for what was filmed |
 | `<render>/mask` | uint8 (T, H*W/8), bit-packed, most significant bit first |
 | `state`, `action`, `reward` | float32 (T, S), float32 (T, A) unclipped, float32 (T,) |
 | `success` | bool (T,), Meta-World only |
 | `episode_start` | int64 (N+1,), in frames of the shard |
 
-The attribute `plan` is the same in every shard of a split and says what the whole split holds.
+The attribute `plan` is the same in every shard of a split and says what the whole split holds. What `import_data.py`
+brings in may lack actions, states, rewards and masks: the plan says so, and the arrays are not there.
 """
 
 from __future__ import annotations
@@ -34,15 +35,18 @@ DERIVED = ("raft",)  # names of files beside a shard that are no masks; training
 def frame_schema(plan: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Name -> (dtype, shape of one frame) of every array whose first axis is frames."""
     size = plan["image_size"]
-    schema: dict[str, tuple[str, tuple[int, ...]]] = {
-        "action": ("float32", (plan["action_dim"],)),
-        "reward": ("float32", ()),
-        "state": ("float32", (plan["state_dim"],)),
-    }
+    schema: dict[str, tuple[str, tuple[int, ...]]] = {}
+    if plan["action_dim"]:
+        schema["action"] = ("float32", (plan["action_dim"],))
+    if plan.get("reward", True):  # plans of the simulators do not say that they have rewards and masks
+        schema["reward"] = ("float32", ())
+    if plan["state_dim"]:
+        schema["state"] = ("float32", (plan["state_dim"],))
     if plan["success"]:
         schema["success"] = ("bool", ())
     for render in plan["renders"]:
-        schema[f"{render}/mask"] = ("uint8", (size * size // 8,))
+        if plan.get("masks", True):
+            schema[f"{render}/mask"] = ("uint8", (size * size // 8,))
         schema[f"{render}/observation"] = ("uint8", (size, size, 3))
     return schema
 
