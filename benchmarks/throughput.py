@@ -237,7 +237,8 @@ def measure_sharing(args: Any) -> list[dict[str, Any]]:
             # "active" is what OpenMP does if nothing is said.
             environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
             environment |= {"OMP_WAIT_POLICY": policy} if policy == "passive" else {}
-            subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+            if subprocess.run(command, env=environment, stdout=subprocess.DEVNULL).returncode:
+                raise UserError("--sharing: the measurement failed as the lines above say")
             measured = json.loads(out.read_text(encoding="utf-8"))["measurements"][0]
         entries.append({"busy_process": busy, "waiting": policy, "updates_per_s": 1 / measured["seconds_per_update"]})
         print(
