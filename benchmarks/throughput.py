@@ -225,15 +225,8 @@ def measure_sharing(args: Any) -> list[dict[str, Any]]:
             if busy:
                 stack.callback(subprocess.Popen([sys.executable, "-c", "while True: pass"]).kill)
             out = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "out.json"
-            command = [
-                sys.executable,
-                "-m",
-                "benchmarks.throughput",
-                *sys.argv[1:],
-                "--no-sharing",
-                "--trainings",
-                "lam",
-            ]
+            command = [sys.executable, "-m", "benchmarks.throughput", *sys.argv[1:]]
+            command += ["--no-sharing", "--trainings", "lam", "--stages", "lam", "--out", str(out)]
             # "active" is what OpenMP does if nothing is said.
             environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
             environment |= {"OMP_WAIT_POLICY": policy} if policy == "passive" else {}
