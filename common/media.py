@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
 
 import imageio_ffmpeg
@@ -17,10 +17,10 @@ from PIL import Image, ImageOps, ImageSequence
 
 from common.cli import UserError
 
-IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
-VIDEO_SUFFIXES = {".mp4", ".avi", ".mov", ".mkv", ".webm", ".gif"}
+IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp"})
+VIDEO_SUFFIXES = frozenset({".mp4", ".avi", ".mov", ".mkv", ".webm", ".gif"})
 BLACK = (0, 0, 0)
-MP4_BOXES = {b"ftyp", b"styp", b"moov", b"sidx", b"moof", b"mdat", b"free", b"wide", b"uuid"}
+MP4_BOXES = {b"ftyp", b"styp", b"moov", b"sidx", b"moof", b"mdat", b"mfra", b"free", b"wide", b"uuid"}
 
 
 # --- folders ---
@@ -31,16 +31,16 @@ def listing(folder: Path) -> list[Path]:
 
     Raises `UserError` for names that are equal as numbers (frame_2, frame_02) and names that are not UTF-8.
     """
-    return _in_order((path for path in folder.iterdir() if not path.name.startswith(".")), lambda path: path.name)
+    return in_order((path for path in folder.iterdir() if not path.name.startswith(".")), lambda path: path.name)
 
 
-def image_files(folder: Path) -> list[Path]:
+def image_files(folder: Path, suffixes: Set[str] = IMAGE_SUFFIXES) -> list[Path]:
     """The images in a folder, in natural order. Raises `UserError` as `listing` does, also for 1.png beside 1.jpg."""
-    images = (path for path in listing(folder) if path.suffix.lower() in IMAGE_SUFFIXES)
-    return _in_order(images, lambda path: path.stem)
+    return in_order((path for path in listing(folder) if path.suffix.lower() in suffixes), lambda path: path.stem)
 
 
-def _in_order(paths: Iterable[Path], name: Callable[[Path], str]) -> list[Path]:
+def in_order(paths: Iterable[Path], name: Callable[[Path], str]) -> list[Path]:
+    """Paths by what `name` gives for them, in natural order. Raises `UserError` as `listing` does."""
     numbered: dict[tuple[str | int, ...], Path] = {}
     for path in paths:
         try:
@@ -187,24 +187,24 @@ def timed_frames(path: Path) -> Iterator[tuple[float, np.ndarray]]:
 
 
 def _check_length(path: Path) -> None:
-    """Raises `UserError` for an mp4, mov or avi that is shorter than its parts say; ffmpeg misses some of them."""
+    """Raises `UserError` for an mp4, mov or avi that is shorter than its parts say; ffmpeg does not tell of each."""
     length, end = path.stat().st_size, 0
+    if not length:
+        raise UserError(f"{path}: is empty")
     with path.open("rb") as file:
         while end < length:
             file.seek(end)
             head = file.read(16)
             if head[:4] == b"RIFF":
-                size = 8 + int.from_bytes(head[4:8], "little")
+                size = int.from_bytes(head[4:8], "little")  # without these 8 bytes, which some programs count too
             elif head[4:8] in MP4_BOXES:
                 size = int.from_bytes(head[8:16] if head[:4] == b"\0\0\0\1" else head[:4], "big")
             else:
-                return
-            if size < 8:  # 0: it goes on to the end of the file
+                size = 8 if end and len(head) < 8 else 0  # cut off in what says how long a part is
+            if size < 8:  # something else, or a part that goes on to the end of the file
                 return
             end += size
-    if not length:
-        raise UserError(f"{path}: is empty")
-    if end > length + 8:  # some programs count the 8 bytes before an avi
+    if end > length:
         raise UserError(f"{path}: is cut off, {length:,} of at least {end:,} bytes; copy it again")
 
 
