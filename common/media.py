@@ -19,7 +19,6 @@ from common.cli import UserError
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp"})
 VIDEO_SUFFIXES = frozenset({".mp4", ".avi", ".mov", ".mkv", ".webm", ".gif"})
-BLACK = (0, 0, 0)
 MP4_BOXES = {b"ftyp", b"styp", b"moov", b"sidx", b"moof", b"mdat", b"mfra", b"free", b"wide", b"uuid"}
 
 
@@ -61,16 +60,12 @@ def in_order(paths: Iterable[Path], name: Callable[[Path], str]) -> list[Path]:
 
 @contextlib.contextmanager
 def readable(path: Path, kind: str) -> Iterator[None]:
-    """Turns what a library raises while it reads `path` into a `UserError` of one line.
-
-    Of any class: for damaged files Pillow alone raises OSError, ValueError, SyntaxError, struct.error, zlib.error and
-    more.
-    """
+    """Turns what a library raises while it reads `path` into a `UserError` of one line."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except Exception as error:  # for damaged files Pillow raises OSError, ValueError, SyntaxError, zlib.error and more
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{path}: cannot be read as {kind} ({reason})") from error
 
@@ -94,7 +89,7 @@ def read_mask(path: Path) -> np.ndarray:
         image = ImageOps.exif_transpose(file)
         if image.mode == "P":
             image = image.convert("RGB")
-            colors = {color for _, color in image.getcolors(maxcolors=256)} | {BLACK}
+            colors = {color for _, color in image.getcolors(maxcolors=256)} | {(0, 0, 0)}
             if len(colors) > 2:
                 raise UserError(f"{path}: has the colours {sorted(colors)[:4]}; a mask has black and one for the agent")
             return np.asarray(image).any(axis=2)
@@ -140,9 +135,9 @@ def timed_frames(path: Path) -> Iterator[tuple[float, np.ndarray]]:
         yield from _gif_frames(path)
         return
     _check_length(path)
-    times, times_out = os.pipe()
     with readable(path, "a video"):
         ffmpeg = imageio_ffmpeg.get_ffmpeg_exe()
+    times, times_out = os.pipe()
     command = [ffmpeg, "-nostdin", "-v", "error", "-xerror", "-i", f"file:{path}", "-map", "0:V:0", "-noautoscale"]
     command += ["-fps_mode", "passthrough", "-enc_time_base", "demux", "-c:v", "ppm", "-pix_fmt", "rgb24", "-f", "tee"]
     # The pictures and, line by line beside them, their times; what is not flushed would come too late.
@@ -205,7 +200,7 @@ def _check_length(path: Path) -> None:
                 return
             end += size
     if end > length:
-        raise UserError(f"{path}: is cut off, {length:,} of at least {end:,} bytes; copy it again")
+        raise UserError(f"{path}: is cut off, {length:,} of at least {end:,} bytes; copy it again, or encode it again")
 
 
 def _gif_frames(path: Path) -> Iterator[tuple[float, np.ndarray]]:
