@@ -38,7 +38,7 @@ from typing import Annotated
 
 from common import pictures
 from common.cli import Range, UserError
-from common.masks import next_masks, unpack_masks
+from common.masks import check_masks, next_masks, unpack_masks
 from common.raft import attach_flow, flow_picture
 from common.recorded import transfer
 
@@ -320,6 +320,7 @@ def open_split(args: Args, split: str) -> Dataset:
     """The data of a split as the method sees it."""
     render = "distractor" if args.distractors else "clean"
     dataset = Dataset(args.data_dir, args.env, split, render, args.mask_source)
+    check_masks(dataset)
     if dataset.image_size & (dataset.image_size - 1):
         raise UserError(f"{dataset.folder}: frames of {dataset.image_size} pixels; LAOF's U-Nets need a power of two")
     return dataset
@@ -407,7 +408,7 @@ def train(
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss, z, logs = loss_fn(model, batch, args)
             logs = {"loss": loss.detach()} | logs
-            if probe is not None and batch.action.shape[1]:  # recorded videos may have no actions
+            if probe is not None and batch.action.shape[1]:
                 probe_loss = F.mse_loss(probe(z.detach()).float(), batch.action)
                 loss = loss + args.probe_weight * probe_loss
                 logs["probe"] = probe_loss.detach()
@@ -463,7 +464,7 @@ def main(args: Args) -> None:
         return
 
     torch.manual_seed(args.seed)
-    size, action_dim = train_set.image_size, train_set.action_dim
+    size, action_dim = train_set.image_size, max(train_set.action_dim, 1)  # recorded videos may have no actions
     policy = Encoder(3 * 3, args.policy_scale, size, args.latent_dim)
     decoder = ActionDecoder(args.latent_dim, args.decoder_dim, action_dim)
     probe, policy_probe = (nn.Linear(args.latent_dim, action_dim) for _ in range(2))

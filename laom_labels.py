@@ -324,8 +324,8 @@ def input_fields(args: Args) -> tuple[str, ...]:
 
 
 def open_split(args: Args, split: str) -> Dataset:
-    """The data of a split as the method sees it."""
-    return Dataset(args.data_dir, args.env, split, "distractor" if args.distractors else "clean")
+    """The data of a split as the method sees it, which has actions."""
+    return Dataset(args.data_dir, args.env, split, "distractor" if args.distractors else "clean").with_actions()
 
 
 def model_inputs(batch: Batch | LabelledBatch, args: Args) -> Tensor:
@@ -419,7 +419,7 @@ def train(
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss, z, logs = loss_fn(model, batch, args)
             logs = {"loss": loss.detach()} | logs
-            if probe is not None and batch.action.shape[1]:  # recorded videos may have no actions
+            if probe is not None and batch.action.shape[1]:
                 probe_loss = F.mse_loss(probe(z.detach()).float(), batch.action)
                 loss = loss + args.probe_weight * probe_loss
                 logs["probe"] = probe_loss.detach()
@@ -475,7 +475,7 @@ def main(args: Args) -> None:
         return
 
     torch.manual_seed(args.seed)
-    size, action_dim = train_set.image_size, train_set.action_dim
+    size, action_dim = train_set.image_size, max(train_set.action_dim, 1)  # recorded videos may have no actions
     policy = Encoder(3 * 3, args.policy_scale, size, args.latent_dim)
     decoder = ActionDecoder(args.latent_dim, args.decoder_dim, action_dim)
     probe, policy_probe = (nn.Linear(args.latent_dim, action_dim) for _ in range(2))

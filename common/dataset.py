@@ -195,6 +195,12 @@ class Dataset:
     def has_masks(self) -> bool:
         return "masks" in self._rows
 
+    def with_actions(self) -> Dataset:
+        """The set itself, for a method that learns from true actions. UserError if it has none."""
+        if not self.action_dim:
+            raise UserError(f"{self.folder}: the set has no actions, from which this method learns")
+        return self
+
     @property
     def action_unit(self) -> np.ndarray:
         """float64 (A,): what 1 in the actions of this set is in the units of what it was imported from."""

@@ -52,7 +52,8 @@ def open_loop(
     (that of the step before; the mean in an episode's first step) and ``ridge`` (regression from `random_features`);
     and ``rmse_per_dimension``: the policy's root mean squared error in the units of the data.
     """
-    from sklearn.linear_model import RidgeCV
+    from sklearn.linear_model import Ridge
+    from sklearn.model_selection import GridSearchCV, GroupKFold, KFold
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
@@ -66,8 +67,14 @@ def open_loop(
         return [torch.cat(values).numpy() for values in found]
 
     actions = train_set.action[labelled].clip(-1, 1)
-    ridge = make_pipeline(StandardScaler(), RidgeCV(np.logspace(0, 5, 11)))
-    ridge.fit(over(train_set, labelled, random_features)[0], actions)
+    # Its penalty is chosen over whole episodes: frames of one episode are too alike to test each other.
+    episodes = train_set.episode_of_frame[labelled]
+    count = len(np.unique(episodes))
+    folds = GroupKFold(min(5, count)) if count > 1 else KFold(2)
+    penalties = {"ridge__alpha": np.logspace(0, 6, 13)}
+    pipeline = make_pipeline(StandardScaler(), Ridge())
+    ridge = GridSearchCV(pipeline, penalties, cv=folds, scoring="neg_mean_squared_error")
+    ridge.fit(over(train_set, labelled, random_features)[0], actions, groups=episodes)
 
     t = test_set.transitions
     predicted, features = over(test_set, t, lambda frames: act(frames).clamp(-1, 1), random_features)

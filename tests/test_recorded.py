@@ -72,7 +72,7 @@ def test_a_run_needs_no_simulator(script: str, actions: bool, masks: bool, tmp_p
 
 def test_what_a_method_needs_is_said_before_a_run_directory_exists(tmp_path: Path) -> None:
     data_dir = planted.write_recorded(tmp_path, actions=False, masks=False)
-    for module, message in ((masklam, "has no masks; make them"), (laom_labels, "has no actions, which LAOM-Labels")):
+    for module, message in ((masklam, "has no masks; make them"), (laom_labels, "has no actions, from which")):
         args = module.Args(
             **TINY | methods.OWN[module.__name__] | {"data_dir": data_dir, "runs_dir": tmp_path / "runs"}
         )
@@ -106,22 +106,18 @@ def test_open_loop_errors_are_those_by_hand(splits: tuple[Dataset, Dataset]) -> 
     assert found["rmse_per_dimension"] == pytest.approx(3 * np.sqrt(((0.25 - truth) ** 2).mean(0)), rel=1e-5)
 
 
-def test_the_regression_finds_what_the_frames_show(splits: tuple[Dataset, Dataset]) -> None:
-    """With the square's place as the action it is far below the mean action, whose error is about 1."""
-    train_set, test_set = splits
+def test_the_regression_finds_what_the_frames_show(tmp_path: Path) -> None:
+    """With the square's place as the action, on black, it is far below the mean action, whose error is about 1."""
+    planted.write_recorded(tmp_path, train=12)
+    splits = [Dataset(tmp_path, "own", split) for split in ("train", "test")]
     for dataset in splits:
-        masks = np.unpackbits(dataset.masks(np.arange(dataset.num_frames)), axis=-1).reshape(-1, 32, 32)
-        place = np.stack([masks.any(axis).argmax(1) for axis in (2, 1)], axis=1) / 16 - 0.5
+        frames = np.arange(dataset.num_frames)
+        masks = np.unpackbits(dataset.masks(frames), axis=-1).reshape(-1, 32, 32, 1)
+        dataset._rows["frames"] = [dataset.frames(frames) * masks]
+        place = np.stack([masks.any(axis).argmax(1)[:, 0] for axis in (2, 1)], axis=1) / 16 - 0.5
         dataset.action = np.tile(place, 3).astype(np.float32)
-        dataset.__dict__.pop("action_variance", None)
-    errors = recorded.open_loop(
-        lambda frames: torch.zeros(len(frames), 6),
-        train_set.transitions,
-        train_set,
-        test_set,
-        batch_size=16,
-        device=CPU,
-    )["errors"]
+    act, labelled = (lambda frames: torch.zeros(len(frames), 6)), splits[0].transitions
+    errors = recorded.open_loop(act, labelled, *splits, batch_size=16, device=CPU)["errors"]
     assert errors["ridge"] < 0.5 * errors["mean_action"]
 
 
