@@ -7,7 +7,6 @@ random number comes from the generator that the caller passes, and the camera is
 import functools
 import hashlib
 import os
-import re
 import shutil
 import zipfile
 import zlib
@@ -15,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import imageio.v3 as iio
 import numpy as np
 from PIL import Image, ImageOps
 
 from common.cli import UserError
+from common.media import VIDEO_SUFFIXES, frames, image_files, listing
 from common.store import fill
 from common.tasks import Task
 
@@ -28,8 +27,6 @@ DCS_NUM_VIDEOS = 4  # the "easy" setting
 SYNTHETIC_CLIPS = 16  # per split
 SYNTHETIC_FRAMES = 64
 FACE_SCALE = 2.5  # the camera (45 degrees) sees 0.41 of a skybox face's width, so this many texels per image pixel
-IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
-VIDEO_SUFFIXES = {".mp4", ".avi", ".mov", ".mkv", ".webm", ".gif"}
 
 
 @dataclass(frozen=True)
@@ -100,43 +97,26 @@ def _sources(config: DistractorConfig, split: str) -> list[Path]:
     """The clips of a split: folders of images, or video files."""
     if config.backgrounds == "davis":
         fill(lambda: [config.davis_dir], lambda folder: not folder.is_dir(), download_davis)
-        listing = config.davis_dir / "ImageSets" / "2017" / ("train.txt" if split == "train" else "val.txt")
-        names = sorted(listing.read_text().split()) if listing.is_file() else []
+        names_file = config.davis_dir / "ImageSets" / "2017" / ("train.txt" if split == "train" else "val.txt")
+        names = sorted(names_file.read_text().split()) if names_file.is_file() else []
         sources = [config.davis_dir / "JPEGImages" / "480p" / name for name in names]
-        return [source for source in sources if _frame_files(source)]
+        return [source for source in sources if _is_clip(source)]
     folder = Path(config.backgrounds)
     if not folder.is_dir():
         raise UserError(f"--backgrounds is {str(folder)!r}: neither 'davis' nor 'synthetic' nor a folder of clips")
-    sources = [path for path in _listing(folder) if path.suffix.lower() in VIDEO_SUFFIXES or _frame_files(path)]
+    sources = [path for path in listing(folder) if _is_clip(path)]
     num_train = int(0.8 * len(sources))
     return sources[:num_train] if split == "train" else sources[num_train:]
 
 
-def _listing(folder: Path) -> list[Path]:
-    """What a folder holds, except for hidden files, in natural order: frame2 before frame10."""
-
-    def natural(path: Path) -> list[str | int]:  # texts and numbers in turn
-        return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path.name)]
-
-    # Sorted twice, since 1 and 01 are the same number.
-    return sorted(sorted(path for path in folder.iterdir() if not path.name.startswith(".")), key=natural)
-
-
-def _frame_files(folder: Path) -> list[Path]:
-    files = _listing(folder) if folder.is_dir() else []
-    return [path for path in files if path.suffix.lower() in IMAGE_SUFFIXES]
+def _is_clip(path: Path) -> bool:
+    return bool(image_files(path)) if path.is_dir() else path.suffix.lower() in VIDEO_SUFFIXES
 
 
 def _read_clip(source: Path, size: int) -> np.ndarray:
     """uint8 (T, size, size, 3), from a folder of images or a video file: the square in the middle."""
-    frames = []
-    try:
-        for path in _frame_files(source) or [source]:
-            for picture in map(Image.fromarray, iio.imiter(path)):
-                frames.append(ImageOps.fit(picture.convert("RGB"), (size, size), Image.Resampling.BICUBIC))
-        return np.stack(frames)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"cannot read the background clip {path}: {error}") from error
+    pictures = map(Image.fromarray, frames(source))
+    return np.stack([ImageOps.fit(picture, (size, size), Image.Resampling.BICUBIC) for picture in pictures])
 
 
 # --- DAVIS download ---
