@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
 
 import imageio_ffmpeg
@@ -17,10 +17,9 @@ from PIL import Image, ImageOps, ImageSequence
 
 from common.cli import UserError
 
-IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
-VIDEO_SUFFIXES = {".mp4", ".avi", ".mov", ".mkv", ".webm", ".gif"}
-BLACK = (0, 0, 0)
-MP4_BOXES = {b"ftyp", b"styp", b"moov", b"sidx", b"moof", b"mdat", b"free", b"wide", b"uuid"}
+IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp"})
+VIDEO_SUFFIXES = frozenset({".mp4", ".avi", ".mov", ".mkv", ".webm", ".gif"})
+MP4_BOXES = {b"ftyp", b"styp", b"moov", b"sidx", b"moof", b"mdat", b"mfra", b"free", b"wide", b"uuid"}
 
 
 # --- folders ---
@@ -31,16 +30,16 @@ def listing(folder: Path) -> list[Path]:
 
     Raises `UserError` for names that are equal as numbers (frame_2, frame_02) and names that are not UTF-8.
     """
-    return _in_order((path for path in folder.iterdir() if not path.name.startswith(".")), lambda path: path.name)
+    return in_order((path for path in folder.iterdir() if not path.name.startswith(".")), lambda path: path.name)
 
 
-def image_files(folder: Path) -> list[Path]:
+def image_files(folder: Path, suffixes: Set[str] = IMAGE_SUFFIXES) -> list[Path]:
     """The images in a folder, in natural order. Raises `UserError` as `listing` does, also for 1.png beside 1.jpg."""
-    images = (path for path in listing(folder) if path.suffix.lower() in IMAGE_SUFFIXES)
-    return _in_order(images, lambda path: path.stem)
+    return in_order((path for path in listing(folder) if path.suffix.lower() in suffixes), lambda path: path.stem)
 
 
-def _in_order(paths: Iterable[Path], name: Callable[[Path], str]) -> list[Path]:
+def in_order(paths: Iterable[Path], name: Callable[[Path], str]) -> list[Path]:
+    """Paths by what `name` gives for them, in natural order. Raises `UserError` as `listing` does."""
     numbered: dict[tuple[str | int, ...], Path] = {}
     for path in paths:
         try:
@@ -61,16 +60,12 @@ def _in_order(paths: Iterable[Path], name: Callable[[Path], str]) -> list[Path]:
 
 @contextlib.contextmanager
 def readable(path: Path, kind: str) -> Iterator[None]:
-    """Turns what a library raises while it reads `path` into a `UserError` of one line.
-
-    Of any class: for damaged files Pillow alone raises OSError, ValueError, SyntaxError, struct.error, zlib.error and
-    more.
-    """
+    """Turns what a library raises while it reads `path` into a `UserError` of one line."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except Exception as error:  # for damaged files Pillow raises OSError, ValueError, SyntaxError, zlib.error and more
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{path}: cannot be read as {kind} ({reason})") from error
 
@@ -94,7 +89,7 @@ def read_mask(path: Path) -> np.ndarray:
         image = ImageOps.exif_transpose(file)
         if image.mode == "P":
             image = image.convert("RGB")
-            colors = {color for _, color in image.getcolors(maxcolors=256)} | {BLACK}
+            colors = {color for _, color in image.getcolors(maxcolors=256)} | {(0, 0, 0)}
             if len(colors) > 2:
                 raise UserError(f"{path}: has the colours {sorted(colors)[:4]}; a mask has black and one for the agent")
             return np.asarray(image).any(axis=2)
@@ -140,9 +135,9 @@ def timed_frames(path: Path) -> Iterator[tuple[float, np.ndarray]]:
         yield from _gif_frames(path)
         return
     _check_length(path)
-    times, times_out = os.pipe()
     with readable(path, "a video"):
         ffmpeg = imageio_ffmpeg.get_ffmpeg_exe()
+    times, times_out = os.pipe()
     command = [ffmpeg, "-nostdin", "-v", "error", "-xerror", "-i", f"file:{path}", "-map", "0:V:0", "-noautoscale"]
     command += ["-fps_mode", "passthrough", "-enc_time_base", "demux", "-c:v", "ppm", "-pix_fmt", "rgb24", "-f", "tee"]
     # The pictures and, line by line beside them, their times; what is not flushed would come too late.
@@ -187,25 +182,25 @@ def timed_frames(path: Path) -> Iterator[tuple[float, np.ndarray]]:
 
 
 def _check_length(path: Path) -> None:
-    """Raises `UserError` for an mp4, mov or avi that is shorter than its parts say; ffmpeg misses some of them."""
+    """Raises `UserError` for an mp4, mov or avi that is shorter than its parts say; ffmpeg does not tell of each."""
     length, end = path.stat().st_size, 0
+    if not length:
+        raise UserError(f"{path}: is empty")
     with path.open("rb") as file:
         while end < length:
             file.seek(end)
             head = file.read(16)
             if head[:4] == b"RIFF":
-                size = 8 + int.from_bytes(head[4:8], "little")
+                size = int.from_bytes(head[4:8], "little")  # without these 8 bytes, which some programs count too
             elif head[4:8] in MP4_BOXES:
                 size = int.from_bytes(head[8:16] if head[:4] == b"\0\0\0\1" else head[:4], "big")
             else:
-                return
-            if size < 8:  # 0: it goes on to the end of the file
+                size = 8 if end and len(head) < 8 else 0  # cut off in what says how long a part is
+            if size < 8:  # something else, or a part that goes on to the end of the file
                 return
             end += size
-    if not length:
-        raise UserError(f"{path}: is empty")
-    if end > length + 8:  # some programs count the 8 bytes before an avi
-        raise UserError(f"{path}: is cut off, {length:,} of at least {end:,} bytes; copy it again")
+    if end > length:
+        raise UserError(f"{path}: is cut off, {length:,} of at least {end:,} bytes; copy it again, or encode it again")
 
 
 def _gif_frames(path: Path) -> Iterator[tuple[float, np.ndarray]]:
