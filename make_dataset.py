@@ -19,8 +19,8 @@ import signal
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -44,7 +44,7 @@ from common.cli import (
 from common.distractors import DistractorConfig, clips_digest
 from common.experts import default_expert, load_expert
 from common.runs import versions
-from common.shards import frame_bytes, frame_schema, read_shard, shard_paths, write_shard
+from common.shards import SHARD_BYTES, Split, frame_bytes, frame_schema, shard_episodes, write_shard
 from common.tasks import TASKS, get_task
 
 if TYPE_CHECKING:  # torch comes with it, which no worker needs
@@ -53,7 +53,6 @@ if TYPE_CHECKING:  # torch comes with it, which no worker needs
 EnvName = Literal[(*TASKS, "all")]
 SPLITS = ("train", "test")
 CORES = len(os.sched_getaffinity(0))
-SHARD_BYTES = 250 * 10**6  # a shard is built in memory, once as arrays and once as a file
 MIN_SHARDS = 16  # so that a small set keeps several cores busy and loses little when it is stopped
 QUICK_STEPS = 250
 QUICK = {"episode_length": QUICK_STEPS, "quality": "fast", "camera_scale": 0.0, "color_scale": 0.0}
@@ -213,79 +212,6 @@ def episode_seed(plan: dict[str, Any], episode: int) -> int:
     split = SPLITS.index(plan["split"])
     key = [plan["seed"], zlib.crc32(plan["env"].encode()), split, episode]
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]) >> 2 << 1 | split
-
-
-def shard_episodes(plan: dict[str, Any], shard: int) -> range:
-    """The episodes of a shard: [shard * n, (shard + 1) * n), the last shard of the Control Suite may have fewer."""
-    start = shard * plan["episodes_per_shard"]
-    stop = start + plan["episodes_per_shard"]
-    return range(start, stop if plan["num_episodes"] is None else min(stop, plan["num_episodes"]))
-
-
-@dataclass
-class Split:
-    """Which shards of a split exist, and which one to make next.
-
-    On the Control Suite the plan fixes the number of shards. On Meta-World episodes end on success, so shards are made
-    in order until the unbroken row from shard 0 on has the transitions that were asked for; what several processes
-    made beyond that shard is removed again. Either way the outcome is the same for any number of processes.
-    """
-
-    folder: Path
-    plan: dict[str, Any]
-    transitions: dict[Path, int] = field(default_factory=dict)  # of the shards that are complete
-
-    def candidates(self) -> Iterator[Path]:
-        """Shards that may have to be made, in order; on Meta-World until those before have enough transitions."""
-        before = 0
-        for shard in itertools.count():
-            if shard == self.plan["num_shards"] or before >= self.plan["num_transitions"]:
-                return
-            path = self.folder / f"{shard:05d}.h5"
-            yield path
-            before += self.transitions.get(path, 0)
-
-    def is_complete(self) -> bool:
-        return all(path in self.transitions for path in self.candidates())
-
-    def is_missing(self, path: Path, announce: bool = False) -> bool:
-        """Looks for a shard. UserError if it is of another plan; `announce` prints what is wrong with a damaged one."""
-        try:
-            shard = read_shard(path)
-        except store.Damaged as error:
-            if announce:
-                print(f"{error}; making it again")
-            return True
-        if shard.plan != self.plan:
-            lines = "; ".join(store.differences(shard.plan, self.plan))
-            raise UserError(
-                f"{path}: made with other settings ({lines}). Use the same arguments to resume, another --data-dir for "
-                f"a new set, or remove {path.parent} to make it again"
-            )
-        self.transitions[path] = shard.num_transitions
-        return False
-
-    def scan(self) -> None:
-        """Finds the shards that are there. Raises UserError if some are of another plan."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        store.remove_leftovers(self.folder)
-        for path in shard_paths(self.folder):
-            self.is_missing(path, announce=True)
-
-    def trim(self) -> None:
-        """Removes what was made beyond the last shard of a complete split, while not all before it were there."""
-        self.scan()
-        if self.is_complete():
-            for path in set(shard_paths(self.folder)) - set(self.candidates()):
-                path.unlink(missing_ok=True)
-
-    def frames(self) -> tuple[int, int]:
-        """The frames of the whole split (on Meta-World about as many), and how many of them are there."""
-        episodes = self.plan["num_episodes"]
-        total = self.plan["num_transitions"] if episodes is None else episodes * (self.plan["episode_length"] + 1)
-        shards = self.transitions.items()
-        there = sum(count + len(shard_episodes(self.plan, int(path.stem))) for path, count in shards)
-        return total, total if self.is_complete() else min(there, total)
 
 
 # ------------------------------------------------------------------------------------------------------------- rollout

@@ -17,7 +17,6 @@ import itertools
 import re
 import shlex
 import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,9 +24,8 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import tyro
-from PIL import Image
 
-from common import pictures, runs, sam, store
+from common import media, pictures, runs, sam, store
 from common.cli import Count, Name, Progress, Range, Stopped, UserError, cli, stop_requested
 from common.dataset import Dataset
 from common.shards import DERIVED, Shard, derived_path, read_derived, write_derived
@@ -225,42 +223,46 @@ def load_sam(args: Args, jobs: list[Job]) -> Segment:
 # -------------------------------------------------------------------------------------------------------------- import
 
 
+def episode_name(path: Path) -> str:
+    """The number of an episode whose masks are a file 00000.npy or a folder 00000."""
+    return path.stem if path.suffix.lower() == ".npy" else path.name
+
+
 def episode_paths(folder: Path, episodes: int) -> list[Path]:
     """The episodes' files (.npy) or folders in order. UserError if some are missing, double or too many."""
-    names = {path: (path.stem if path.suffix == ".npy" else path.name).zfill(5) for path in folder.glob("*")}
-    present, expected = Counter(names.values()), Counter(f"{number:05d}" for number in range(episodes))
+    paths = media.in_order(media.listing(folder) if folder.is_dir() else [], episode_name)
+    present, expected = {episode_name(path).zfill(5) for path in paths}, {f"{number:05d}" for number in range(episodes)}
     if present != expected:
         missing, extra = sorted(expected - present), sorted(present - expected)
         raise UserError(
             f"--import: {folder} needs 00000.npy or a folder 00000 of PNGs for each of {episodes} episodes; "
-            f"{len(missing)} missing: {missing[:3]}, {len(extra)} too many or double: {extra[:3]}"
+            f"{len(missing)} missing: {missing[:3]}, {len(extra)} too many: {extra[:3]}"
         )
-    return sorted(names, key=lambda path: int(names[path]))
+    return paths
 
 
 def read_episode(path: Path, frames: int, size: int) -> np.ndarray:
     """An episode's masks, bit-packed uint8 (frames, size * size / 8). UserError if number, size or values do not fit.
 
-    True is: True; 1 where the largest value is 1; 255 where it is 255; at least 0.5 for floats from 0 to 1.
+    In an array true is: True; 1 where the largest value is 1; 255 where it is 255; at least 0.5 of floats from 0 to 1.
     """
-    try:
-        if path.suffix == ".npy":
-            values = np.load(path, allow_pickle=False)
+    holds = "a mask holds booleans, 0 and 1, 0 and 255, or floats from 0 to 1 (at least 0.5 is the agent)"
+    with media.readable(path, "masks"):
+        if path.is_dir():
+            if not (images := media.image_files(path, {".png"})):
+                raise UserError(f"{path}: holds no .png")
+            values = np.stack([media.read_mask(image) for image in images])
         else:
-            images = sorted(path.glob("*.png"), key=lambda image: [*map(int, re.findall(r"\d+", image.stem))])
-            values = np.stack([np.asarray(Image.open(image)) for image in images])
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from error
+            values = np.load(path, allow_pickle=False)
+        if values.dtype.kind not in "biuf":
+            raise UserError(f"{path}: {values.dtype}; {holds}")
     if values.shape != (frames, size, size):
         wanted = f"(frames, the last one too, height, width) = {(frames, size, size)}"
         raise UserError(f"{path}: shape {values.shape}, expected {wanted}")
     top = 255 if values.max() > 1 else 1
     soft = values.dtype.kind == "f" and ((values >= 0) & (values <= 1)).all()
     if not soft and not np.isin(values, (0, top)).all():
-        raise UserError(
-            f"{path}: {values.dtype} from {values.min()} to {values.max()}; a mask holds booleans, 0 and 1, 0 and 255, "
-            "or floats from 0 to 1 (at least 0.5 is the agent)"
-        )
+        raise UserError(f"{path}: {values.dtype} from {values.min()} to {values.max()}; {holds}")
     return np.packbits((values >= top / 2).reshape(frames, -1), axis=1)
 
 
@@ -275,17 +277,18 @@ def read_import(job: Job, shard: Shard, render: str, progress: Frames) -> np.nda
 
 def check_import(args: Args, jobs: list[Job]) -> Segment:
     """Reads all masks in --import once, so that what is wrong shows before any is written; hashes tell which differ."""
-    for job in jobs:
-        for render in job.renders:
+    with Frames("checking", sum(job.dataset.num_frames * len(job.renders) for job in jobs), "frames") as progress:
+        for job, render in [(each, render) for each in jobs for render in each.renders]:
             folder = args.import_dir / job.dataset.env / job.dataset.split / render
             paths = iter(episode_paths(folder, job.dataset.num_episodes))
+            agent_seen = False
             for shard in job.dataset.shards:
                 job.paths[shard.path, render] = list(itertools.islice(paths, shard.num_episodes))
-    with Frames("checking", sum(job.dataset.num_frames * len(job.renders) for job in jobs), "frames") as progress:
-        for job in jobs:
-            for shard, render in itertools.product(job.dataset.shards, job.renders):
                 masks = read_import(job, shard, render, progress)
+                agent_seen = agent_seen or masks.any()
                 job.hashes[shard.path, f"{render}/mask"] = hashlib.sha256(masks).digest()
+            if not agent_seen:
+                raise UserError(f"--import: all masks in {folder} are empty")
     return read_import
 
 
@@ -319,13 +322,16 @@ def report(job: Job) -> None:
         empty = np.concatenate([file.arrays[f"{render}/empty"] for file in files])
         order = np.argsort(iou, kind="stable")
         mean = float(np.average(iou, weights=lengths))
+        empty_share = float(empty.sum() / lengths.sum())
         suspicious = [episode for episode in order if iou[episode] < LOW or empty[episode]]
         print(
             f"{dataset.folder}, {render}: mIoU {mean:.3f} over {lengths.sum():,} frames, episodes from {iou.min():.3f} "
-            f"to {iou.max():.3f} (median {np.median(iou):.3f}); empty masks {empty.sum() / lengths.sum():.2%}; "
+            f"to {iou.max():.3f} (median {np.median(iou):.3f}); empty masks {empty_share:.2%}; "
             f"{len(suspicious)} episodes below {LOW} or with empty masks"
         )
         print(f"  worst episodes: {', '.join(f'{episode} ({iou[episode]:.3f})' for episode in order[:SHOWN])}")
+        if empty_share > 0.5:
+            print(f"warning: {dataset.folder}, {render}: most masks are empty", file=sys.stderr)
         for episode in suspicious[:SHOWN]:
             print(
                 f"warning: {dataset.folder}, {render}, episode {episode}: mIoU {iou[episode]:.3f}, {empty[episode]} of "
@@ -334,7 +340,7 @@ def report(job: Job) -> None:
             )
         summary["renders"][render] = {
             "miou": mean,
-            "empty_share": float(empty.sum() / lengths.sum()),
+            "empty_share": empty_share,
             "episode_miou": iou.tolist(),
             "episode_empty": empty.tolist(),
         }

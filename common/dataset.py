@@ -1,4 +1,4 @@
-"""Datasets of rollouts as training sees them: a split through one render, and batches of windows from it.
+"""Datasets of rollouts or videos as training sees them: a split through one render, and batches of windows from it.
 
 `common/shards.py` has the content of the files.
 """
@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import mmap
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,10 +23,12 @@ from common import store
 from common.cli import UserError
 from common.shards import DERIVED, Shard, derived_path, missing_shards, read_derived, read_shard, shard_paths
 from common.store import Damaged
+from common.tasks import TASKS
 
 TRAINING_BYTES = 24 * 2**30  # what training takes at most beside the data: the peak that the paper reports
 NOISE_DIM = 8  # random numbers per sample of a batch
 MAP_CHUNK = 1024  # frames per copy when a whole set is uploaded
+READ_AHEAD = 8  # batches that are read from the disk before they are needed
 
 
 class Dataset:
@@ -32,11 +36,13 @@ class Dataset:
 
     Every check but the hashes of the frames runs on opening; `verify` does those. Frames are counted through all shards
     in order, so a global index names one frame. Raises UserError with the command that makes or repairs what is not
-    as it should be.
+    as it should be. What was imported may have no actions, states, rewards or masks: see the attributes.
 
     Args:
-        render: clean or distractor; None for distractor, or clean if the set has no other.
-        mask_source: gt for the simulator's masks, or the name of the mask files beside the shards.
+        render: clean or distractor; None for distractor, or clean if the set has no other. An imported video has one
+            render, "video", and is seen through it whatever is asked for.
+        mask_source: gt for the masks in the shards, or the name of the mask files beside them. A set without masks
+            opens with gt too; the first use of its masks is a UserError.
     """
 
     def __init__(
@@ -49,7 +55,7 @@ class Dataset:
         self.image_size: int = plan["image_size"]
         self.action_dim: int = plan["action_dim"]
         self.state_dim: int = plan["state_dim"]
-        self.render = render = render or plan["renders"][-1]
+        self.render = render = "video" if plan["renders"] == ["video"] else render or plan["renders"][-1]
         if render not in plan["renders"]:
             raise UserError(
                 f"{self.folder}: holds no {render} frames, only {', '.join(plan['renders'])}; make the dataset again "
@@ -62,16 +68,19 @@ class Dataset:
         self.num_episodes = len(self.episode_start) - 1
         self.num_transitions = self.num_frames - self.num_episodes
         self.hash = hashlib.sha256("".join(shard.content_hash for shard in self.shards).encode()).hexdigest()
-        self.action = self._whole("action")  # float32 (T, A), unclipped
+        self.action = self._matrix("action", self.action_dim)  # float32 (T, A), unclipped; A is 0 if there are none
         # What batches may carry: name -> an array (T, ...) per shard.
         self._rows = {"frames": [shard.arrays[f"{render}/observation"] for shard in self.shards]}
         self.attached: dict[str, dict[str, Any]] = {}  # of further ones: how they came about, and their hash
         self._resident: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self._mappings: dict[str, list[Any]] = {}  # see `read_ahead`
         self.mask_hash = "gt"  # of the mask files, if they are not the shards' own
-        if mask_source == "gt":
+        if mask_source != "gt":
+            self._open_masks(mask_source)
+        elif plan.get("masks", True):
             self._rows["masks"] = [shard.arrays[f"{render}/mask"] for shard in self.shards]
         else:
-            self._open_masks(mask_source)
+            self.mask_hash = "none"
 
     # --- opening and checking
 
@@ -87,7 +96,8 @@ class Dataset:
     def command(self) -> str:
         """The command that makes this split, as its shards or the other split's remember it."""
         files = [*shard_paths(self.folder), *sorted(self.folder.parent.glob("*/00000.h5"))]
-        return self._command(files, f"python make_dataset.py --env {self.env}")
+        imported = f"python import_data.py videos DIR --name {self.env}"
+        return self._command(files, f"python make_dataset.py --env {self.env}" if self.env in TASKS else imported)
 
     def _mask_command(self, source: str) -> str:
         """The command that makes masks of that name, as one of the split's mask files remembers it."""
@@ -107,7 +117,8 @@ class Dataset:
         for path in paths:
             try:
                 shards.append(read_shard(path))
-                store.verify(shards[-1].stored, ["action"])  # small, and read as a whole anyway
+                # Actions are small, and read as a whole anyway.
+                store.verify(shards[-1].stored, {"action"} & shards[-1].arrays.keys())
             except Damaged as error:
                 raise self._damaged(error, path, self.command) from error
         first = shards[0]
@@ -133,7 +144,8 @@ class Dataset:
         absent = [path for path in files if not path.exists()]
         if absent:
             present = {path.name.split(".")[1] for path in self.folder.glob("[0-9]*.*.h5")} - set(DERIVED)
-            lack = f"no masks named '{source}'; there are: {', '.join(['gt', *sorted(present)])}. Make"
+            present |= {"gt"} if self.plan.get("masks", True) else set()
+            lack = f"no masks named '{source}'; there are: {', '.join(sorted(present)) or 'none'}. Make"
             if len(absent) < len(files):
                 lack = f"masks '{source}' are missing for {len(absent)} of {len(files)} shards; finish"
             raise UserError(f"{absent[0]}: {lack} them with: {self._mask_command(source)}")
@@ -174,8 +186,37 @@ class Dataset:
 
     # --- content
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether it was imported from recorded videos, so that no simulator can go on from its frames."""
+        return self.render == "video"
+
+    @property
+    def has_masks(self) -> bool:
+        return "masks" in self._rows
+
+    def with_actions(self) -> Dataset:
+        """The set itself, for a method that learns from true actions. UserError if it has none."""
+        if not self.action_dim:
+            raise UserError(f"{self.folder}: the set has no actions, from which this method learns")
+        return self
+
+    @property
+    def action_unit(self) -> np.ndarray:
+        """float64 (A,): what 1 in the actions of this set is in the units of what it was imported from."""
+        scale = self.plan.get("action_scale")
+        return (np.array(scale["high"]) - scale["low"]) / 2 if scale else np.ones(self.action_dim)
+
+    def episode_values(self, name: str) -> list[Any]:
+        """What the shards say of each episode under a name (seed, source, ...), in order."""
+        return [value for shard in self.shards for value in shard.episodes[name]]
+
     def _whole(self, name: str) -> np.ndarray:
         return np.concatenate([shard.arrays[name] for shard in self.shards])
+
+    def _matrix(self, name: str, width: int) -> np.ndarray:
+        """float32 (num_frames, width), where the shards leave out an array without columns."""
+        return self._whole(name) if width else np.empty((self.num_frames, 0), np.float32)
 
     @cached_property
     def transitions(self) -> np.ndarray:
@@ -191,17 +232,19 @@ class Dataset:
 
     @cached_property
     def state(self) -> np.ndarray:
-        """float32 (num_frames, S)."""
-        return self._whole("state")
+        """float32 (num_frames, S); S is 0 if there are no states."""
+        return self._matrix("state", self.state_dim)
 
     @cached_property
-    def reward(self) -> np.ndarray:
-        """float32 (num_frames,)."""
-        return self._whole("reward")
+    def reward(self) -> np.ndarray | None:
+        """float32 (num_frames,), or None where there are no rewards."""
+        return self._whole("reward") if self.plan.get("reward", True) else None
 
     @cached_property
-    def episode_return(self) -> np.ndarray:
-        """float64 (num_episodes,): sum of rewards."""
+    def episode_return(self) -> np.ndarray | None:
+        """float64 (num_episodes,): sum of rewards; None where there are none."""
+        if self.reward is None:
+            return None
         return np.add.reduceat(self.reward.astype(np.float64), self.episode_start[:-1])
 
     @cached_property
@@ -212,12 +255,17 @@ class Dataset:
         return np.logical_or.reduceat(self._whole("success"), self.episode_start[:-1])
 
     @property
-    def mean_return(self) -> float:
-        return float(self.episode_return.mean())
+    def mean_return(self) -> float | None:
+        return None if self.episode_return is None else float(self.episode_return.mean())
 
     @cached_property
-    def action_variance(self) -> float:
-        """Population variance of the actions clipped to [-1, 1], averaged over dimensions: the denominator of NMSE."""
+    def action_variance(self) -> float | None:
+        """Population variance of the actions clipped to [-1, 1], averaged over dimensions: the denominator of NMSE.
+
+        None where there are no actions.
+        """
+        if not self.action_dim:
+            return None
         count, total, squares = 0, np.zeros(self.action_dim), np.zeros(self.action_dim)
         for chunk in np.array_split(self.transitions, max(1, len(self.transitions) >> 18)):
             action = np.clip(self.action[chunk].astype(np.float64), -1, 1)
@@ -231,7 +279,7 @@ class Dataset:
             "episodes": self.num_episodes,
             "transitions": self.num_transitions,
             "mean_return": self.mean_return,
-            "return_std": float(self.episode_return.std()),
+            "return_std": None if self.episode_return is None else float(self.episode_return.std()),
             "success_rate": None if self.episode_success is None else float(self.episode_success.mean()),
             "action_variance": self.action_variance,
             "render": self.render,
@@ -241,8 +289,21 @@ class Dataset:
             "plan": self.plan,
         }
 
+    def original_action(self, action: np.ndarray) -> np.ndarray:
+        """Actions (..., A) in the units that they were imported in: undoes the plan's `action_scale`, if it has one."""
+        scale = self.plan.get("action_scale")
+        if scale is None:
+            return action
+        low, high = np.array(scale["low"]), np.array(scale["high"])
+        return (low + (action + 1) / 2 * (high - low)).astype(np.float32)
+
     def labelled(self, num_labels: int, seed: int) -> np.ndarray:
-        """Exactly `num_labels` transitions, int64 sorted: whole episodes in random order, the last one cut short."""
+        """Exactly `num_labels` transitions, int64 sorted: whole episodes in random order, the last one cut short.
+
+        None of a set without actions.
+        """
+        if not self.action_dim:
+            return np.empty(0, np.int64)
         if not 0 < num_labels <= self.num_transitions:
             raise UserError(
                 f"{self.folder}: holds {self.num_transitions:,} transitions, so --num-labels {num_labels:,} is not "
@@ -274,14 +335,23 @@ class Dataset:
         self._rows[name] = parts
         self.attached[name] = (settings or {}) | {"hash": digest}
 
+    def _parts(self, name: str) -> list[np.ndarray]:
+        """The array of each shard. UserError for masks where there are none."""
+        if name == "masks" and name not in self._rows:
+            raise UserError(
+                f"{self.folder}: the set has no masks; make them and name them with --mask-source: "
+                f"{self._mask_command('sam')}"
+            )
+        return self._rows[name]
+
     def row_kind(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         """The dtype and the shape of a row of frames, masks, or of what was attached under a name."""
-        part = self._rows[name][0]
+        part = self._parts(name)[0]
         return part.dtype, part.shape[1:]
 
     def rows(self, name: str, index: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Rows at global frame indices (...,): (..., *shape of a row). name: frames, masks, or something attached."""
-        parts, (dtype, item) = self._rows[name], self.row_kind(name)
+        parts, (dtype, item) = self._parts(name), self.row_kind(name)
         index = np.asarray(index, np.int64)
         if out is None:
             out = np.empty((*index.shape, *item), dtype)
@@ -300,13 +370,35 @@ class Dataset:
             np.take(parts[number], local, axis=0, out=rows[start:stop], mode="clip")
         return out
 
+    def read_ahead(self, name: str, index: np.ndarray) -> None:
+        """Asks the system to read rows at global frame indices (...,) from the disk, and does not wait for it.
+
+        Copying them later finds them in memory. Otherwise it would wait for the disk at every page, one after the
+        other, since the copying thread must have one to go on to the next.
+        """
+        if name not in self._mappings:
+            self._mappings[name] = [store.mapping(part) for part in self._parts(name)]
+        frames = np.unique(index)
+        first = np.flatnonzero(np.diff(frames, prepend=-2) != 1)  # of each run of neighbours
+        starts, stops = frames[first], frames[np.append(first[1:], len(frames)) - 1] + 1
+        dtype, item = self.row_kind(name)
+        row_bytes = dtype.itemsize * int(np.prod(item))
+        shards = np.searchsorted(self._frame_start, starts, "right") - 1
+        begins, ends = ((frame - self._frame_start[shards]) * row_bytes for frame in (starts, stops))
+        for shard, begin, end in zip(shards.tolist(), begins.tolist(), ends.tolist()):
+            if (mapped := self._mappings[name][shard]) is not None:
+                file, offset = mapped
+                page = (offset + begin) // mmap.PAGESIZE * mmap.PAGESIZE
+                with contextlib.suppress(OSError):  # where it cannot, copying waits for the disk
+                    file.madvise(mmap.MADV_WILLNEED, page, offset + end - page)
+
     def resident(self, name: str, device: torch.device) -> torch.Tensor:
         """All rows of a name as one tensor on `device`, uploaded once: uint8 (T, bytes of a row)."""
         if (name, device) not in self._resident:
             dtype, item = self.row_kind(name)
             row_bytes = dtype.itemsize * int(np.prod(item))
             whole = torch.empty((self.num_frames, row_bytes), dtype=torch.uint8, device=device)
-            for part, first in zip(self._rows[name], self._frame_start):
+            for part, first in zip(self._parts(name), self._frame_start):
                 for start in range(0, len(part), MAP_CHUNK):
                     rows = np.array(part[start : start + MAP_CHUNK])
                     chunk = torch.from_numpy(rows.reshape(len(rows), -1).view(np.uint8))
@@ -327,7 +419,7 @@ class Dataset:
         if device.type != "cuda":
             return False
         absent = [name for name in fields if (name, device) not in self._resident]
-        needed = sum(part.nbytes for name in absent for part in self._rows[name])
+        needed = sum(part.nbytes for name in absent for part in self._parts(name))
         free = torch.cuda.mem_get_info(device)[0]
         return needed <= max(free / 4, free - TRAINING_BYTES)
 
@@ -449,7 +541,8 @@ class Sampler:
 
     fields: what batches hold: frames, masks, and at most one name of what was attached to the dataset.
     on_device: keep the whole set on the device (auto: on a GPU, if enough memory is left for training); otherwise a
-    thread gathers one batch ahead from memory-mapped shards. Raises UserError if the set is smaller than a batch.
+    thread gathers one batch ahead from memory-mapped shards, and the disk reads `read_ahead` batches ahead. Raises
+    UserError if the set is smaller than a batch.
     """
 
     def __init__(
@@ -463,6 +556,7 @@ class Sampler:
         fields: tuple[str, ...] = ("frames",),
         indices: np.ndarray | None = None,
         on_device: Literal["auto", "always", "never"] = "auto",
+        read_ahead: int = READ_AHEAD,
     ):
         self.dataset, self.batch_size, self.max_offset, self.seed = dataset, batch_size, max_offset, seed
         self.device, self.fields = torch.device(device), fields
@@ -477,7 +571,8 @@ class Sampler:
         if self.on_device:  # upload here, not in the thread, whose stream would own the memory
             for name in fields:
                 dataset.resident(name, self.device)
-        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
+        self._read_ahead, self._read_until = read_ahead if hasattr(mmap, "MADV_WILLNEED") else 0, 0
+        self._order = functools.lru_cache(maxsize=2)(self._shuffled)  # reading ahead sees the next epoch already
         self._prefetch = _Prefetch(self._load, 0, None, self.device)
 
     @property
@@ -511,11 +606,7 @@ class Sampler:
     def draw(self, position: int) -> tuple[np.ndarray, np.ndarray]:
         """Frames t and offsets k, int64 (B,), of the batch at a position."""
         epoch, batch = divmod(position, self.batches_per_epoch)
-        order = self._order  # read once: the thread and the caller may ask for different epochs
-        if order[0] != epoch:
-            rng = np.random.default_rng(np.random.SeedSequence([self.seed, epoch]))
-            self._order = order = (epoch, rng.permutation(len(self.indices)))
-        rows = order[1][batch * self.batch_size : (batch + 1) * self.batch_size]
+        rows = self._order(epoch)[batch * self.batch_size : (batch + 1) * self.batch_size]
         t = np.sort(self.indices[rows])
         if self.max_offset <= 1:
             return t, np.ones_like(t)
@@ -524,9 +615,23 @@ class Sampler:
         rng = np.random.default_rng(np.random.SeedSequence([self.seed, epoch, 1, batch]))
         return t, rng.integers(1, np.minimum(self.max_offset, ends - 1 - t) + 1)
 
-    def _load(self, position: int) -> Batch:
+    def _shuffled(self, epoch: int) -> np.ndarray:
+        """The order of an epoch, int64 (N,)."""
+        return np.random.default_rng(np.random.SeedSequence([self.seed, epoch])).permutation(len(self.indices))
+
+    def _window(self, position: int) -> tuple[np.ndarray, np.ndarray]:
+        """Frames t (B,) of the batch at a position, and those of its windows (B, F)."""
         t, k = self.draw(position)
-        window = window_index(self.dataset, t, k, max_offset=self.max_offset)
+        return t, window_index(self.dataset, t, k, max_offset=self.max_offset)
+
+    def _load(self, position: int) -> Batch:
+        if not self.on_device:
+            for ahead in range(max(position, self._read_until), position + self._read_ahead):
+                t, window = self._window(ahead)
+                for name in self.fields:
+                    self.dataset.read_ahead(name, window if name in ("frames", "masks") else t)
+            self._read_until = position + self._read_ahead
+        t, window = self._window(position)
         noise_seed = [self.seed, position // self.batches_per_epoch, 2, position % self.batches_per_epoch]
         return _load(self.dataset, t, window, self.device, self.fields, self.on_device, noise_seed)
 

@@ -7,7 +7,6 @@ random number comes from the generator that the caller passes, and the camera is
 import functools
 import hashlib
 import os
-import re
 import shutil
 import zipfile
 import zlib
@@ -15,21 +14,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import imageio.v3 as iio
 import numpy as np
 from PIL import Image, ImageOps
 
+from common import media
 from common.cli import UserError
 from common.store import fill
 from common.tasks import Task
 
 DAVIS_URL = "https://data.vision.ee.ethz.ch/csergi/share/davis/DAVIS-2017-trainval-480p.zip"
+DAVIS_NAMES = {  # DAVIS 2017's lists, for copies without them
+    "train": "bear bmx-bumps boat boxing-fisheye breakdance-flare bus car-turn cat-girl classic-car color-run crossing "
+    "dance-jump dancing disc-jockey dog-agility dog-gooses dogs-scale drift-turn drone elephant flamingo hike hockey "
+    "horsejump-low kid-football kite-walk koala lady-running lindy-hop longboard lucia mallard-fly mallard-water "
+    "miami-surf motocross-bumps motorbike night-race paragliding planes-water rallye rhino rollerblade schoolgirls "
+    "scooter-board scooter-gray sheep skate-park snowboard soccerball stroller stunt surf swing tennis tractor-sand "
+    "train tuk-tuk upside-down varanus-cage walking",
+    "val": "bike-packing blackswan bmx-trees breakdance camel car-roundabout car-shadow cows dance-twirl dog dogs-jump "
+    "drift-chicane drift-straight goat gold-fish horsejump-high india judo kite-surf lab-coat libby loading "
+    "mbike-trick motocross-jump paragliding-launch parkour pigs scooter-black shooting soapbox",
+}
 DCS_NUM_VIDEOS = 4  # the "easy" setting
 SYNTHETIC_CLIPS = 16  # per split
 SYNTHETIC_FRAMES = 64
 FACE_SCALE = 2.5  # the camera (45 degrees) sees 0.41 of a skybox face's width, so this many texels per image pixel
-IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
-VIDEO_SUFFIXES = {".mp4", ".avi", ".mov", ".mkv", ".webm", ".gif"}
 
 
 @dataclass(frozen=True)
@@ -69,25 +77,30 @@ def load_clips(config: DistractorConfig, task: Task, split: str, image_size: int
 
     On DCS a frame covers one skybox face (`FACE_SCALE` times the image size) and is mirrored, because the face is seen
     from the inside; on DMW it covers the image. A user's clips are split by 80% for training and the rest for testing.
-    Raises `UserError` if there are no clips or fewer than `config.num_videos`.
+    Raises `UserError` if there are no clips or fewer than `config.num_videos`, or one that DAVIS lists is absent.
     """
     on_skybox = task.suite == "dcs"
     size = round(FACE_SCALE * image_size) if on_skybox else image_size
+    wanted = config.num_videos or (DCS_NUM_VIDEOS if on_skybox else None)
     if config.backgrounds == "synthetic":
         numbers = range(SYNTHETIC_CLIPS)
         loads = {f"synthetic-{split}-{n:02d}": functools.partial(synthetic_clip, split, n, size) for n in numbers}
     else:
-        loads = {source.name: functools.partial(_read_clip, source, size) for source in _sources(config, split)}
+        folder = config.davis_dir if config.backgrounds == "davis" else Path(config.backgrounds)
+        sources = (_davis_clips if config.backgrounds == "davis" else _own_clips)(folder, split)[:wanted]
+        if absent := [source.name for source in sources if not _is_clip(source)]:  # of those in DAVIS's list
+            raise UserError(
+                f"{sources[0].parent} has no images of {len(absent)} of the first {len(sources)} clips in the list for "
+                f"the {split} split: {_enumerate(absent)}; put them there, or take fewer (--num-videos)"
+            )
+        loads = {source.name: functools.partial(_read_clip, source, size) for source in sources}
     clips = [Clip(name, load, mirror=on_skybox) for name, load in loads.items()]
-    needed = config.num_videos or 1
-    if len(clips) < needed:
+    if len(clips) < (needed := config.num_videos or 1):
         raise UserError(
             f"--backgrounds {config.backgrounds} has {len(clips)} clips in the {split} split, fewer than {needed} "
-            "(--num-videos). Of a folder's clips (image folders or video files), the first 80% are for training, the "
-            f"rest for testing; DAVIS is downloaded again once {config.davis_dir} is removed; or use "
-            "--backgrounds synthetic"
+            "(--num-videos); of a folder's clips the first 80% are for training, the rest for testing"
         )
-    return clips[: config.num_videos or (DCS_NUM_VIDEOS if on_skybox else None)]
+    return clips[:wanted]
 
 
 def clips_digest(config: DistractorConfig, task: Task, split: str, image_size: int) -> dict[str, str]:
@@ -96,47 +109,57 @@ def clips_digest(config: DistractorConfig, task: Task, split: str, image_size: i
     return {clip.name: hashlib.sha256(clip.frames.data).hexdigest() for clip in clips}
 
 
-def _sources(config: DistractorConfig, split: str) -> list[Path]:
-    """The clips of a split: folders of images, or video files."""
-    if config.backgrounds == "davis":
-        fill(lambda: [config.davis_dir], lambda folder: not folder.is_dir(), download_davis)
-        listing = config.davis_dir / "ImageSets" / "2017" / ("train.txt" if split == "train" else "val.txt")
-        names = sorted(listing.read_text().split()) if listing.is_file() else []
-        sources = [config.davis_dir / "JPEGImages" / "480p" / name for name in names]
-        return [source for source in sources if _frame_files(source)]
-    folder = Path(config.backgrounds)
+def _own_clips(folder: Path, split: str) -> list[Path]:
+    """A user's clips of a split: folders of images, or video files."""
     if not folder.is_dir():
         raise UserError(f"--backgrounds is {str(folder)!r}: neither 'davis' nor 'synthetic' nor a folder of clips")
-    sources = [path for path in _listing(folder) if path.suffix.lower() in VIDEO_SUFFIXES or _frame_files(path)]
-    num_train = int(0.8 * len(sources))
-    return sources[:num_train] if split == "train" else sources[num_train:]
+    entries = media.listing(folder)
+    clips = [path for path in entries if _is_clip(path)]
+    if len(clips) < 2:
+        images, videos = (" ".join(sorted(suffixes)) for suffixes in (media.IMAGE_SUFFIXES, media.VIDEO_SUFFIXES))
+        raise UserError(
+            f"--backgrounds {folder} needs a clip for training and one for testing: folders of images ({images}) or "
+            f"videos ({videos}); found: {_enumerate([path.name for path in entries])}"
+        )
+    num_train = int(0.8 * len(clips))
+    return clips[:num_train] if split == "train" else clips[num_train:]
 
 
-def _listing(folder: Path) -> list[Path]:
-    """What a folder holds, except for hidden files, in natural order: frame2 before frame10."""
+def _davis_clips(davis_dir: Path, split: str) -> list[Path]:
+    """Where the clips that DAVIS 2017 or 2016 lists for a split belong, in sorted order."""
+    fill(lambda: [davis_dir], lambda path: not path.exists(), download_davis)
+    name = "train" if split == "train" else "val"
+    clips_dir, lists_dir = davis_dir / "JPEGImages" / "480p", davis_dir / "ImageSets"
+    files = [path for year in ("2017", "480p") if (path := lists_dir / year / f"{name}.txt").is_file()]
+    if not clips_dir.is_dir() or (lists_dir.exists() and not files):
+        found = [str(path.relative_to(davis_dir)) for depth in ("*", "*/*") for path in sorted(davis_dir.glob(depth))]
+        raise UserError(
+            f"{davis_dir} is not DAVIS at 480p, which has clips in JPEGImages/480p and lists in "
+            f"ImageSets/2017/train.txt and val.txt (2016: ImageSets/480p); found: {_enumerate(found)}. Give the right "
+            "--davis-dir (one that does not exist is downloaded)"
+        )
+    if not files:
+        return [clips_dir / clip for clip in DAVIS_NAMES[name].split()]
+    with media.readable(files[0], "a list of clips"):
+        lines = files[0].read_text(encoding="utf-8-sig").splitlines()
+    entries = [Path(line.split()[0]) for line in lines if line.strip()]
+    # DAVIS 2016 lists frames: /JPEGImages/480p/bear/00000.jpg /Annotations/480p/bear/00000.png
+    return [clips_dir / clip for clip in sorted({entry.parent.name or entry.name for entry in entries})]
 
-    def natural(path: Path) -> list[str | int]:  # texts and numbers in turn
-        return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path.name)]
 
-    # Sorted twice, since 1 and 01 are the same number.
-    return sorted(sorted(path for path in folder.iterdir() if not path.name.startswith(".")), key=natural)
+def _enumerate(names: list[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(names[:most]) or "nothing") + more
 
 
-def _frame_files(folder: Path) -> list[Path]:
-    files = _listing(folder) if folder.is_dir() else []
-    return [path for path in files if path.suffix.lower() in IMAGE_SUFFIXES]
+def _is_clip(path: Path) -> bool:
+    return bool(media.image_files(path)) if path.is_dir() else path.suffix.lower() in media.VIDEO_SUFFIXES
 
 
 def _read_clip(source: Path, size: int) -> np.ndarray:
     """uint8 (T, size, size, 3), from a folder of images or a video file: the square in the middle."""
-    frames = []
-    try:
-        for path in _frame_files(source) or [source]:
-            for picture in map(Image.fromarray, iio.imiter(path)):
-                frames.append(ImageOps.fit(picture.convert("RGB"), (size, size), Image.Resampling.BICUBIC))
-        return np.stack(frames)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"cannot read the background clip {path}: {error}") from error
+    pictures = map(Image.fromarray, media.frames(source))
+    return np.stack([ImageOps.fit(picture, (size, size), Image.Resampling.BICUBIC) for picture in pictures])
 
 
 # --- DAVIS download ---

@@ -6,19 +6,22 @@ frame: NaN, 0, False). What is derived from a shard (masks, flow) lies beside it
 
 | array | dtype, shape |
 |---|---|
-| `<render>/observation` | uint8 (T, H, W, 3), render = clean, distractor |
+| `<render>/observation` | uint8 (T, H, W, 3), render = clean, distractor; or video for what was filmed |
 | `<render>/mask` | uint8 (T, H*W/8), bit-packed, most significant bit first |
 | `state`, `action`, `reward` | float32 (T, S), float32 (T, A) unclipped, float32 (T,) |
 | `success` | bool (T,), Meta-World only |
 | `episode_start` | int64 (N+1,), in frames of the shard |
 
-The attribute `plan` is the same in every shard of a split and says what the whole split holds.
+The attribute `plan` is the same in every shard of a split and says what the whole split holds. What `import_data.py`
+brings in may lack actions, states, rewards and masks: the plan says so, and the arrays are not there.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +31,25 @@ from common import store
 from common.cli import UserError
 from common.store import Damaged
 
+SHARD_BYTES = 250 * 10**6  # a shard is built in memory, once as arrays and once as a file
 DERIVED = ("raft",)  # names of files beside a shard that are no masks; training makes them
 
 
 def frame_schema(plan: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Name -> (dtype, shape of one frame) of every array whose first axis is frames."""
     size = plan["image_size"]
-    schema: dict[str, tuple[str, tuple[int, ...]]] = {
-        "action": ("float32", (plan["action_dim"],)),
-        "reward": ("float32", ()),
-        "state": ("float32", (plan["state_dim"],)),
-    }
+    schema: dict[str, tuple[str, tuple[int, ...]]] = {}
+    if plan["action_dim"]:
+        schema["action"] = ("float32", (plan["action_dim"],))
+    if plan.get("reward", True):  # plans of the simulators do not say that they have rewards and masks
+        schema["reward"] = ("float32", ())
+    if plan["state_dim"]:
+        schema["state"] = ("float32", (plan["state_dim"],))
     if plan["success"]:
         schema["success"] = ("bool", ())
     for render in plan["renders"]:
-        schema[f"{render}/mask"] = ("uint8", (size * size // 8,))
+        if plan.get("masks", True):
+            schema[f"{render}/mask"] = ("uint8", (size * size // 8,))
         schema[f"{render}/observation"] = ("uint8", (size, size, 3))
     return schema
 
@@ -145,6 +152,82 @@ def missing_shards(shards: list[Shard]) -> str:
     if transitions < plan["num_transitions"]:
         return f"{transitions:,} of {plan['num_transitions']:,} transitions present"
     return ""
+
+
+# ---------------------------------------------------------------------------------------- which shards there are
+
+
+def shard_episodes(plan: dict[str, Any], shard: int) -> range:
+    """The episodes of a shard: [shard * n, (shard + 1) * n), the last shard of the Control Suite may have fewer."""
+    start = shard * plan["episodes_per_shard"]
+    stop = start + plan["episodes_per_shard"]
+    return range(start, stop if plan["num_episodes"] is None else min(stop, plan["num_episodes"]))
+
+
+@dataclass
+class Split:
+    """Which shards of a split exist, and which one to make next.
+
+    On the Control Suite the plan fixes the number of shards. On Meta-World episodes end on success, so shards are made
+    in order until the unbroken row from shard 0 on has the transitions that were asked for; what several processes
+    made beyond that shard is removed again. Either way the outcome is the same for any number of processes.
+    """
+
+    folder: Path
+    plan: dict[str, Any]
+    transitions: dict[Path, int] = field(default_factory=dict)  # of the shards that are complete
+
+    def candidates(self) -> Iterator[Path]:
+        """Shards that may have to be made, in order; on Meta-World until those before have enough transitions."""
+        before = 0
+        for shard in itertools.count():
+            if shard == self.plan["num_shards"] or before >= self.plan["num_transitions"]:
+                return
+            path = self.folder / f"{shard:05d}.h5"
+            yield path
+            before += self.transitions.get(path, 0)
+
+    def is_complete(self) -> bool:
+        return all(path in self.transitions for path in self.candidates())
+
+    def is_missing(self, path: Path, announce: bool = False) -> bool:
+        """Looks for a shard. UserError if it is of another plan; `announce` prints what is wrong with a damaged one."""
+        try:
+            shard = read_shard(path)
+        except store.Damaged as error:
+            if announce:
+                print(f"{error}; making it again")
+            return True
+        if shard.plan != self.plan:
+            lines = "; ".join(store.differences(shard.plan, self.plan))
+            raise UserError(
+                f"{path}: made with other settings ({lines}). Use the same arguments to resume, another --data-dir for "
+                f"a new set, or remove {path.parent} to make it again"
+            )
+        self.transitions[path] = shard.num_transitions
+        return False
+
+    def scan(self) -> None:
+        """Finds the shards that are there. Raises UserError if some are of another plan."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        store.remove_leftovers(self.folder)
+        for path in shard_paths(self.folder):
+            self.is_missing(path, announce=True)
+
+    def trim(self) -> None:
+        """Removes what was made beyond the last shard of a complete split, while not all before it were there."""
+        self.scan()
+        if self.is_complete():
+            for path in set(shard_paths(self.folder)) - set(self.candidates()):
+                path.unlink(missing_ok=True)
+
+    def frames(self) -> tuple[int, int]:
+        """The frames of the whole split (on Meta-World about as many), and how many of them are there."""
+        episodes = self.plan["num_episodes"]
+        total = self.plan["num_transitions"] if episodes is None else episodes * (self.plan["episode_length"] + 1)
+        shards = self.transitions.items()
+        there = sum(count + len(shard_episodes(self.plan, int(path.stem))) for path, count in shards)
+        return total, total if self.is_complete() else min(there, total)
 
 
 # ---------------------------------------------------------------------------------- files that are derived from a shard

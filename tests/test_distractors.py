@@ -39,7 +39,11 @@ def write_davis(folder: Path, train: list[str], val: list[str], listed_only: tup
     (folder / "ImageSets" / "2017").mkdir(parents=True)
     (folder / "ImageSets" / "2017" / "train.txt").write_text("\n".join([*train, *listed_only]))
     (folder / "ImageSets" / "2017" / "val.txt").write_text("\n".join(val))
-    for name in train + val:
+    write_davis_clips(folder, train + val)
+
+
+def write_davis_clips(folder: Path, names: list[str]) -> None:
+    for name in names:
         write_clip(folder / "JPEGImages" / "480p" / name, [10, 20])
 
 
@@ -47,7 +51,7 @@ def write_davis(folder: Path, train: list[str], val: list[str], listed_only: tup
 
 
 def test_davis_clips_are_those_of_the_split_in_sorted_order(tmp_path):
-    write_davis(tmp_path / "DAVIS", ["f", "b", "a", "d", "c", "e"], ["v2", "v1"], listed_only=("absent",))
+    write_davis(tmp_path / "DAVIS", ["f", "b", "a", "d", "c", "e"], ["v2", "v1"])
     config = DistractorConfig(davis_dir=tmp_path / "DAVIS")
     assert names(config, DCS) == ["a", "b", "c", "d"]  # DCS easy: the first four
     assert names(config) == ["a", "b", "c", "d", "e", "f"]
@@ -56,6 +60,63 @@ def test_davis_clips_are_those_of_the_split_in_sorted_order(tmp_path):
     with pytest.raises(UserError, match=r"has 6 clips in the train split, fewer than 9 \(--num-videos"):
         names(DistractorConfig(davis_dir=tmp_path / "DAVIS", num_videos=9))
     assert load_clips(config, DCS, "train", 64)[0] is load_clips(config, DCS, "train", 64)[0]  # decoded once
+
+
+def test_davis_clips_that_are_listed_but_absent_are_refused_if_they_are_needed(tmp_path):
+    write_davis(tmp_path / "DAVIS", ["a", "b", "c", "d", "f"], ["v"], listed_only=("e", "g"))
+    (tmp_path / "DAVIS/JPEGImages/480p/g").mkdir()
+    config = DistractorConfig(davis_dir=tmp_path / "DAVIS")
+    assert names(config, DCS) == ["a", "b", "c", "d"]
+    with pytest.raises(UserError, match=r"no images of 2 of the first 7 clips in the list for the train split: e, g;"):
+        names(config)
+    with pytest.raises(UserError, match=r"no images of 1 of the first 6 clips .*: e; put them there, or take fewer"):
+        names(DistractorConfig(davis_dir=tmp_path / "DAVIS", num_videos=6))
+
+
+@pytest.mark.parametrize("layout", ["windows", "2016", "bare"])
+def test_other_layouts_of_davis_are_read(tmp_path, layout):
+    train, val = (
+        ["bear", "bmx-bumps", "boat", "boxing-fisheye"],
+        ["bike-packing", "blackswan", "bmx-trees", "breakdance"],
+    )
+    write_davis_clips(tmp_path, train + val)
+    (tmp_path / "JPEGImages" / ".DS_Store").touch()
+    if layout != "bare":
+        lists = tmp_path / "ImageSets" / ("480p" if layout == "2016" else "2017")
+        lists.mkdir(parents=True)
+        for split, clips in (("train", train), ("val", val)):
+            frames = [
+                f"/JPEGImages/480p/{c}/{t}.jpg /Annotations/480p/{c}/{t}.png" for c in clips for t in ("00000", "00001")
+            ]
+            text = "\n".join(frames) if layout == "2016" else "\ufeff" + "\r\n".join(clips)
+            (lists / f"{split}.txt").write_bytes(text.encode())
+    config = DistractorConfig(davis_dir=tmp_path)
+    assert names(config, DCS) == train and names(config, DCS, "test") == val
+
+
+@pytest.mark.parametrize(
+    ("paths", "found"),
+    [
+        ([], "nothing"),
+        (["DAVIS/JPEGImages/480p"], "DAVIS, DAVIS/JPEGImages"),
+        (["JPEGImages/Full-Resolution/bear"], "JPEGImages, JPEGImages/Full-Resolution"),
+        (["JPEGImages/480p/bear", "ImageSets/2019"], "ImageSets, JPEGImages, ImageSets/2019, JPEGImages/480p"),
+    ],
+    ids=["empty", "nested", "full", "no list"],
+)
+def test_what_is_not_davis_is_told_and_never_to_be_removed(tmp_path, paths, found):
+    for path in paths:
+        (tmp_path / path).mkdir(parents=True)
+    with pytest.raises(UserError, match=rf"is not DAVIS at 480p, .*2017/train.txt.*; found: {found}\.") as caught:
+        names(DistractorConfig(davis_dir=tmp_path))
+    assert "remove" not in str(caught.value)
+
+
+def test_a_list_of_clips_that_is_not_utf8_is_one_line(tmp_path):
+    write_davis(tmp_path, ["bear"], [])
+    (tmp_path / "ImageSets/2017/train.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(UserError, match=r"train\.txt: cannot be read as a list of clips"):
+        names(DistractorConfig(davis_dir=tmp_path))
 
 
 def test_frames_are_centre_cropped_and_mirrored_for_the_skybox(tmp_path):
@@ -91,16 +152,16 @@ def test_folder_of_clips_takes_images_and_videos_in_natural_order(tmp_path):
 
 
 def test_errors_name_the_folder(tmp_path):
-    write_davis(tmp_path / "DAVIS", [], ["v"], listed_only=("absent",))
-    with pytest.raises(UserError, match=r"has 0 clips in the train split.*once .*DAVIS is removed.*synthetic"):
-        names(DistractorConfig(davis_dir=tmp_path / "DAVIS"))
     with pytest.raises(UserError, match=r"nowhere.*neither 'davis' nor 'synthetic'"):
         names(DistractorConfig(backgrounds=str(tmp_path / "nowhere")))
     config = DistractorConfig(backgrounds=str(tmp_path / "own"))
     write_clip(tmp_path / "own" / "only", [1])
-    with pytest.raises(UserError, match=r"own has 0 clips in the train split.*first 80%"):
+    (tmp_path / "own" / "other.m4v").touch()
+    with pytest.raises(UserError, match=r"own needs a clip for .*\.png.*\.avi.*found: only, other\.m4v"):
         names(config)
     write_clip(tmp_path / "own" / "second", [1])
+    with pytest.raises(UserError, match=r"has 1 clips in the test split, fewer than 2 \(--num-videos.*first 80%"):
+        names(DistractorConfig(backgrounds=str(tmp_path / "own"), num_videos=2), split="test")
     (tmp_path / "own" / "only" / "00000.png").write_bytes(b"not a picture")
     with pytest.raises(UserError, match=r"only.00000\.png"):
         _ = load_clips(config, DCS, "train", 64)[0].frames

@@ -225,37 +225,61 @@ def test_imported_arrays_are_understood_or_refused(tmp_path):
         (MASKS[:-1], r"shape \(11, 32, 32\), expected \(frames, .*\) = \(12, 32, 32\)"),
         (MASKS * np.uint8(7), "uint8 from 0 to 7; a mask holds"),
         (np.where(MASKS, np.nan, 0), "float64 from nan to nan; a mask holds"),
+        (MASKS.astype(str), "<U5; a mask holds"),
+        (MASKS.astype(object), "cannot be read as masks"),  # pickled
     ):
         np.save(path, values)
         with pytest.raises(UserError, match=f"00000.npy: {message}"):
             make_masks.read_episode(path, 12, 32)
 
 
+@pytest.mark.parametrize("contents", [b"", b"<html>", b"PK\3\4", b"\x93NUMPY\1\0v\0{'descr'"], ids=repr)
+def test_a_damaged_array_is_one_line(tmp_path, contents):
+    (tmp_path / "0.npy").write_bytes(contents)
+    with pytest.raises(UserError, match=r"0\.npy: cannot be read as masks") as caught:
+        make_masks.read_episode(tmp_path / "0.npy", 12, 32)
+    assert str(caught.value).isprintable()
+
+
 def test_imported_pngs_are_read_in_the_order_of_their_numbers(tmp_path):
-    for white in (255, 1):  # gray, and the second color of a palette
-        for frame, mask in enumerate(MASKS):  # frame_2 comes before frame_10
-            image = Image.fromarray(mask.astype(np.uint8) * white)
-            if white == 1:
-                image.putpalette([0, 0, 0, 200, 0, 0])
-            image.save(tmp_path / f"frame_{frame}.png")
-        packed = np.packbits(MASKS.reshape(12, -1), axis=1)
-        assert np.array_equal(make_masks.read_episode(tmp_path, 12, 32), packed)
-    image.convert("RGB").save(tmp_path / "frame_3.png")
-    with pytest.raises(UserError, match=r"cannot be read .*the same shape"):
+    with pytest.raises(UserError, match=r"holds no \.png"):
+        make_masks.read_episode(tmp_path, 12, 32)
+    for frame, mask in enumerate(MASKS):  # frame_2 comes before frame_10
+        Image.fromarray(mask * np.uint8(255)).save(tmp_path / f"frame_{frame}.png")
+    (tmp_path / "frame_0.txt").touch()
+    packed = np.packbits(MASKS.reshape(12, -1), axis=1)
+    assert np.array_equal(make_masks.read_episode(tmp_path, 12, 32), packed)
+    Image.fromarray(MASKS[3, 1:]).save(tmp_path / "frame_3.png")
+    with pytest.raises(UserError, match=r"cannot be read as masks .*the same shape"):
         make_masks.read_episode(tmp_path, 12, 32)
 
 
 def test_an_import_has_every_episode_once(tmp_path):
-    for name in ("00000", "2", "00001.npy"):
+    for name in ("00000", "2", "00001.NPY"):
         (tmp_path / name).mkdir()
-    assert [path.name for path in make_masks.episode_paths(tmp_path, 3)] == ["00000", "00001.npy", "2"]
-    for name, message in (("first", r"too many or double: \['first'\]"), ("00002", r"too many or double: \['00002'\]")):
+    assert [path.name for path in make_masks.episode_paths(tmp_path, 3)] == ["00000", "00001.NPY", "2"]
+    for name, message in (("first", r"too many: \['first'\]"), ("00002", "00002 and 2 have the same number")):
         (tmp_path / name).mkdir()
         with pytest.raises(UserError, match=message):
             make_masks.episode_paths(tmp_path, 3)
         (tmp_path / name).rmdir()
     with pytest.raises(UserError, match=r"5 episodes; 2 missing: \['00003', '00004'\], 0 too many"):
         make_masks.episode_paths(tmp_path, 5)
+
+
+def test_imported_masks_that_are_all_empty_are_refused_and_mostly_empty_ones_announced(data, given, capsys):
+    folder = given / "cheetah-run/test/distractor"
+    saved = {path: np.load(path) for path in folder.iterdir()}
+    for path, masks in saved.items():
+        np.save(path, masks & False)
+    with pytest.raises(UserError, match=f"all masks in {folder} are empty"):
+        make(data, import_dir=given, name="mine", split="test")
+    assert not hashes(data)
+    for path, masks in saved.items():
+        masks[1:] = False
+        np.save(path, masks)
+    make(data, import_dir=given, name="mine", split="test")
+    assert f"warning: {data / 'cheetah-run/test'}, distractor: most masks are empty" in capsys.readouterr().err
 
 
 def test_imported_masks_become_mask_files_and_replace_changed_ones(data, given):

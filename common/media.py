@@ -1,0 +1,213 @@
+"""Pictures, videos and masks that a user brings: what a folder holds, and what is in its files.
+
+Whatever is wrong with a file is a `UserError` of one line that names it.
+"""
+
+import contextlib
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Set
+from pathlib import Path
+
+import imageio_ffmpeg
+import numpy as np
+from PIL import Image, ImageOps, ImageSequence
+
+from common.cli import UserError
+
+IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp"})
+VIDEO_SUFFIXES = frozenset({".mp4", ".avi", ".mov", ".mkv", ".webm", ".gif"})
+MP4_BOXES = {b"ftyp", b"styp", b"moov", b"sidx", b"moof", b"mdat", b"mfra", b"free", b"wide", b"uuid"}
+
+
+# --- folders ---
+
+
+def listing(folder: Path) -> list[Path]:
+    """What a folder holds, without names that begin with a dot, in natural order: frame2 before frame10.
+
+    Raises `UserError` for names that are equal as numbers (frame_2, frame_02) and names that are not UTF-8.
+    """
+    return in_order((path for path in folder.iterdir() if not path.name.startswith(".")), lambda path: path.name)
+
+
+def image_files(folder: Path, suffixes: Set[str] = IMAGE_SUFFIXES) -> list[Path]:
+    """The images in a folder, in natural order. Raises `UserError` as `listing` does, also for 1.png beside 1.jpg."""
+    return in_order((path for path in listing(folder) if path.suffix.lower() in suffixes), lambda path: path.stem)
+
+
+def in_order(paths: Iterable[Path], name: Callable[[Path], str]) -> list[Path]:
+    """Paths by what `name` gives for them, in natural order. Raises `UserError` as `listing` does."""
+    numbered: dict[tuple[str | int, ...], Path] = {}
+    for path in paths:
+        try:
+            os.fsencode(path.name).decode("utf-8")
+        except UnicodeDecodeError:
+            raise UserError(f"{path.parent}: the name {os.fsencode(path.name)} in it is not UTF-8; rename it") from None
+        parts = re.split(r"(\d+)", name(path))  # texts and numbers in turn
+        key = tuple(int(part) if part.isdecimal() else part for part in parts)
+        if key in numbered:
+            names = " and ".join(sorted((numbered[key].name, path.name)))
+            raise UserError(f"{path.parent}: {names} have the same number, so their order is not clear; keep one")
+        numbered[key] = path
+    return [numbered[key] for key in sorted(numbered)]
+
+
+# --- pictures ---
+
+
+@contextlib.contextmanager
+def readable(path: Path, kind: str) -> Iterator[None]:
+    """Turns what a library raises while it reads `path` into a `UserError` of one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # for damaged files Pillow raises OSError, ValueError, SyntaxError, zlib.error and more
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{path}: cannot be read as {kind} ({reason})") from error
+
+
+def read_image(path: Path) -> np.ndarray:
+    """uint8 (H, W, 3): palette, gray and CMYK converted, alpha dropped, 16 bits cut to 8, upright as EXIF says."""
+    with readable(path, "an image"), Image.open(path) as file:
+        if getattr(file, "is_animated", False) and file.format != "MPO":  # cameras put a preview into MPO
+            raise UserError(f"{path}: an animation where one image is expected; take its images apart")
+        image = ImageOps.exif_transpose(file)
+        if _has_16_bits(file):
+            return np.stack([(np.asarray(image) >> 8).astype(np.uint8)] * 3, axis=-1)  # as Pillow does with 3 channels
+        if image.mode in ("I", "F"):
+            raise UserError(f"{path}: has 32 bits per value; save it with 8 or 16")
+        return np.asarray(image.convert("RGB"))
+
+
+def read_mask(path: Path) -> np.ndarray:
+    """bool (H, W), from a gray image of 0 and 1, 255 or 65535, or a palette image in which black is not the agent."""
+    with readable(path, "a mask"), Image.open(path) as file:
+        image = ImageOps.exif_transpose(file)
+        if image.mode == "P":
+            image = image.convert("RGB")
+            colors = {color for _, color in image.getcolors(maxcolors=256)} | {(0, 0, 0)}
+            if len(colors) > 2:
+                raise UserError(f"{path}: has the colours {sorted(colors)[:4]}; a mask has black and one for the agent")
+            return np.asarray(image).any(axis=2)
+        if image.mode not in ("1", "L") and not _has_16_bits(file):
+            raise UserError(f"{path}: a picture of mode {image.mode}; a mask has one channel (gray or a palette)")
+        values = np.asarray(image)
+        if values.max() not in (0, 1, 255, 65535) or not np.isin(values, (0, values.max())).all():
+            raise UserError(f"{path}: from {values.min()} to {values.max()}; a mask holds 0 and 1, or 0 and 255")
+        return values > 0
+
+
+def _has_16_bits(image: Image.Image) -> bool:
+    return image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG")  # I before Pillow 11
+
+
+# --- clips ---
+
+
+def frames(source: Path) -> Iterator[np.ndarray]:
+    """Every frame of a folder of images, a video or a gif as it is stored, uint8 (H, W, 3), all of one size."""
+    if source.is_dir():
+        pictures = ((path, read_image(path)) for path in image_files(source))
+    else:
+        pictures = ((source, frame) for _, frame in timed_frames(source))
+    shape = None
+    for path, frame in pictures:
+        shape = shape or frame.shape
+        if frame.shape != shape:
+            sizes = " to ".join(f"{width} x {height}" for height, width, _ in (shape, frame.shape))
+            raise UserError(f"{path}: the size changes from {sizes}; a clip has frames of one size")
+        yield frame
+    if shape is None:
+        raise UserError(f"{source}: holds no images ({', '.join(sorted(IMAGE_SUFFIXES))})")
+
+
+def timed_frames(path: Path) -> Iterator[tuple[float, np.ndarray]]:
+    """Every frame of a video or gif with its time: (seconds since the start, uint8 (H, W, 3)).
+
+    Frames come while the file is decoded, upright if its metadata say how; that a file is cut off or damaged may show
+    after the last good frame. A constant rate is (number of frames - 1) / (last time - first time).
+    """
+    if path.suffix.lower() == ".gif":
+        yield from _gif_frames(path)
+        return
+    _check_length(path)
+    with readable(path, "a video"):
+        ffmpeg = imageio_ffmpeg.get_ffmpeg_exe()
+    times, times_out = os.pipe()
+    command = [ffmpeg, "-nostdin", "-v", "error", "-xerror", "-i", f"file:{path}", "-map", "0:V:0", "-noautoscale"]
+    command += ["-fps_mode", "passthrough", "-enc_time_base", "demux", "-c:v", "ppm", "-pix_fmt", "rgb24", "-f", "tee"]
+    # The pictures and, line by line beside them, their times; what is not flushed would come too late.
+    command += [f"[f=image2pipe:flush_packets=1]pipe:1|[f=framecrc:flush_packets=1]pipe:{times_out}"]
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as messages, open(times) as lines:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=messages,
+            pass_fds=[times_out],
+            start_new_session=True,  # Ctrl-C is for the caller, and a video that it ends would seem damaged
+        )
+        os.close(times_out)
+        count = 0
+        try:
+            while process.stdout.readline():  # P6; then width and height, the largest value, and the pixels
+                width, height = map(int, process.stdout.readline().split())
+                process.stdout.readline()
+                pixels = process.stdout.read(3 * width * height)
+                while (line := lines.readline()).startswith("#"):
+                    if line.startswith("#tb"):
+                        numerator, denominator = map(int, line.split(":")[1].split("/"))
+                if not line:
+                    break  # ffmpeg has died
+                timestamp = int(line.split(",")[2])
+                yield timestamp * numerator / denominator, np.frombuffer(pixels, np.uint8).reshape(height, width, 3)
+                count += 1
+            status = process.wait()
+        finally:
+            process.kill()  # if the caller wants no more frames
+            process.wait()
+            process.stdout.close()
+        messages.seek(0)
+        text = messages.read()
+    if "matches no streams" in text:
+        raise UserError(f"{path}: holds no video")
+    # Not every message is an error, but some ends that come too early are only messages.
+    if status or not count or re.search("ended prematurely|partial file", text):
+        reason = re.sub(r"^\[.*?\] ", "", text.partition("\n")[0]) or f"ffmpeg's status is {status}"
+        after = f"after {count} frames " if count else ""
+        raise UserError(f"{path}: cannot be read as a video {after}({reason}); copy it again, or encode it again")
+
+
+def _check_length(path: Path) -> None:
+    """Raises `UserError` for an mp4, mov or avi that is shorter than its parts say; ffmpeg does not tell of each."""
+    length, end = path.stat().st_size, 0
+    if not length:
+        raise UserError(f"{path}: is empty")
+    with path.open("rb") as file:
+        while end < length:
+            file.seek(end)
+            head = file.read(16)
+            if head[:4] == b"RIFF":
+                size = int.from_bytes(head[4:8], "little")  # without these 8 bytes, which some programs count too
+            elif head[4:8] in MP4_BOXES:
+                size = int.from_bytes(head[8:16] if head[:4] == b"\0\0\0\1" else head[:4], "big")
+            else:
+                size = 8 if end and len(head) < 8 else 0  # cut off in what says how long a part is
+            if size < 8:  # something else, or a part that goes on to the end of the file
+                return
+            end += size
+    if end > length:
+        raise UserError(f"{path}: is cut off, {length:,} of at least {end:,} bytes; copy it again, or encode it again")
+
+
+def _gif_frames(path: Path) -> Iterator[tuple[float, np.ndarray]]:
+    seconds = 0.0
+    with readable(path, "a gif"), Image.open(path, formats=["GIF"]) as image:
+        if not path.read_bytes().rstrip(b"\0").endswith(b";"):
+            raise UserError(f"{path}: is cut off; copy it again")
+        for picture in ImageSequence.Iterator(image):
+            yield seconds, np.asarray(picture.convert("RGB"))
+            seconds += (picture.info.get("duration") or 100) / 1000  # as browsers take one that has none

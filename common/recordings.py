@@ -1,0 +1,315 @@
+"""Recordings as episodes: frames in files, tables beside them, at a rate, cut into clips. And videos, one kind of them.
+
+A reader (`read_videos` here, others in common/lerobot.py) finds the recordings with their tables and the times of
+their frames; `Source.pictures` decodes the frames that are stored.
+"""
+
+import contextlib
+import io
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from common import media
+from common.cli import Stopped, UserError, stop_requested
+
+CORES = len(os.sched_getaffinity(0))
+
+
+@dataclass
+class Recording:
+    """An episode. Its frame t is frame place[t, 1] (a row, in tables with pictures) of the file number place[t, 0]."""
+
+    name: str
+    place: np.ndarray  # int64 (T, 2)
+    seconds: np.ndarray | None  # float64 (T,), None where no rate is known
+    tables: dict[str, np.ndarray] = field(default_factory=dict)  # action (T or T-1, A), state (T, S), ...
+    row: Callable[[int], str] = str  # file and number of a row of the tables, for messages
+    split: str | None = None  # train or test, where the data say so
+
+    def kept_frames(self, fps: float | None, stride: int | None) -> np.ndarray:
+        """The frames that are shown at the beats of a rate, or every stride-th: int64 (K,), rising, not strictly."""
+        count, seconds = len(self.place), self.seconds
+        if fps is None or seconds is None or count < 2:
+            return np.arange(0, count, stride or 1)
+        steps = np.diff(seconds)
+        step = float(np.median(steps))
+        if steps.min() < 0 or step == 0:
+            raise UserError(f"{self.name}: the times of its frames do not rise, so --fps is not possible")
+        if fps * step > 1.01:
+            raise UserError(f"{self.name}: has {1 / step:.4g} frames per second, fewer than --fps {fps:g}")
+        tolerance = step / 4  # files round times, to milliseconds for example
+        beats = seconds[0] + np.arange(int((seconds[-1] - seconds[0] + tolerance) * fps) + 1) / fps
+        return np.searchsorted(seconds, beats + tolerance, "right") - 1
+
+    def at_rate(self, fps: float | None, stride: int | None, how: str) -> "Recording":
+        """Fewer frames. The actions from a kept frame to the next become one: their last, sum or mean; K-th: NaN."""
+        kept = self.kept_frames(fps, stride)
+        tables = {}
+        for name, values in self.tables.items():
+            starts, stops = kept, kept + 1
+            if name == "action":
+                starts, stops = kept[:-1], np.maximum(kept[1:], kept[:-1] + 1)
+            values = values[: stops.max(initial=0)].astype(np.float64)
+            wrong = np.flatnonzero(~np.isfinite(values).all(axis=1))
+            if len(wrong):
+                raise UserError(f"{self.row(int(wrong[0]))}: {name} is not finite, in {self.name}")
+            if name != "action" or how == "last":
+                tables[name] = values[stops - 1]
+            else:
+                sums = np.concatenate([np.zeros((1, values.shape[1])), np.cumsum(values, axis=0)])
+                tables[name] = (sums[stops] - sums[starts]) / (1 if how == "sum" else (stops - starts)[:, None])
+            missing = np.full((len(kept) - len(starts), values.shape[1]), np.nan)
+            tables[name] = np.concatenate([tables[name], missing])
+        seconds = None if self.seconds is None else self.seconds[kept]
+        if seconds is None and fps is not None:
+            seconds = np.arange(len(kept)) / fps
+        return replace(self, place=self.place[kept], seconds=seconds, tables=tables)
+
+    def clips(self, length: float | None) -> "list[Recording]":
+        """Parts of so many seconds, the last one shorter; their last actions lead out of them. None: all of it."""
+        if length is None:
+            return [self]
+        if self.seconds is None:
+            raise UserError(f"{self.name}: --clip-seconds needs --fps, since a folder of images has no times")
+        number = ((self.seconds - self.seconds[:1]) / length + 1e-6).astype(int)
+        parts = []
+        for frames in np.split(np.arange(len(number)), np.flatnonzero(np.diff(number)) + 1):
+            tables = {name: values[frames] for name, values in self.tables.items()}
+            if "action" in tables:
+                tables["action"][-1:] = np.nan
+            parts.append(replace(self, place=self.place[frames], seconds=self.seconds[frames], tables=tables))
+        return parts
+
+
+@dataclass
+class Source:
+    """Files, and what a reader found in them."""
+
+    root: Path
+    files: list[str] = field(default_factory=list)  # relative to root
+    frames: list[int | None] = field(default_factory=list)  # that each file must have, None: any number
+    columns: dict[str, str] = field(default_factory=dict)  # array of a shard -> column with pictures; empty for videos
+    masks: dict[str, str] = field(default_factory=dict)  # file -> its masks, relative to the masks' folder
+    skip_bad: bool = False
+    skipped: list[str] = field(default_factory=list)  # what is wrong with what was left out
+    recordings: list[Recording] = field(default_factory=list)
+    action_names: list[str] | None = None
+
+    def number(self, file: Path | str, frames: int | None = None) -> int:
+        """The number of a file, which is added if it is new."""
+        name = str(Path(file).relative_to(self.root)) if isinstance(file, Path) else file
+        if name not in self.files:
+            self.files.append(name)
+            self.frames.append(frames)
+        return self.files.index(name)
+
+    @contextlib.contextmanager
+    def checked(self) -> Iterator[None]:
+        """A UserError inside leaves out an episode with --skip-bad; without, it ends the import."""
+        try:
+            yield
+        except UserError as error:
+            if not self.skip_bad:
+                raise UserError(f"{error}; or leave out what is bad with --skip-bad") from error
+            self.skipped.append(str(error))
+
+    def pictures(self, place: np.ndarray, last: np.ndarray, masks: Path | None) -> Iterator[dict[str, np.ndarray]]:
+        """The frames at `place` (T, 2): array of a shard -> uint8 (H, W, 3), or bool (H, W) for masks.
+
+        last: the highest frame of each file that any episode needs. Whoever reads that far reads to the file's end, and
+        compares the number of frames: UserError if it is not what the lists say.
+        """
+        new_file = (np.diff(place[:, 0]) != 0) | (np.diff(place[:, 1]) < 0)
+        for run in np.split(place, np.flatnonzero(new_file) + 1):
+            number, ordinals = run[0, 0], run[:, 1]
+            name = self.files[number]
+            if self.columns:
+                yield from _table_pictures(self.root / name, ordinals, self.columns)
+                continue
+            to_end = self.frames[number] if ordinals[-1] == last[number] else None
+            read_mask = _mask_reader(masks / self.masks[name]) if name in self.masks else None
+            for frame, ordinal in zip(_video_pictures(self.root / name, ordinals, to_end), ordinals):
+                mask = {"video/mask": read_mask(ordinal)} if read_mask else {}
+                yield {"video/observation": frame} | mask
+
+
+def _video_pictures(path: Path, ordinals: np.ndarray, expected: int | None) -> Iterator[np.ndarray]:
+    """The frames with these numbers, in rising order. expected: of the whole file, None to stop after the last one."""
+    count = given = 0
+    for count, frame in enumerate(media.frames(path), 1):
+        while given < len(ordinals) and ordinals[given] == count - 1:
+            yield frame
+            given += 1
+        if given == len(ordinals) and expected is None:
+            return
+    if given < len(ordinals) or count != expected:
+        needed = ordinals[-1] + 1 if expected is None else expected
+        raise UserError(
+            f"{path}: has {count} frames, its episodes have {needed}; it is damaged, or the lists are wrong"
+        )
+
+
+def _mask_reader(path: Path) -> Callable[[int], np.ndarray]:
+    """A function from the number of a frame to its mask, bool (H, W)."""
+    if path.is_dir():
+        images = media.image_files(path)
+        return lambda ordinal: media.read_mask(images[ordinal])
+    masks = np.load(path, mmap_mode="r")
+    top = 255 if masks.max() > 1 else 1
+    return lambda ordinal: masks[ordinal] >= top / 2
+
+
+def _table_pictures(path: Path, rows: np.ndarray, columns: dict[str, str]) -> Iterator[dict[str, np.ndarray]]:
+    """The pictures in rows of a parquet file, in rising order; reads the row groups that have some."""
+    with media.readable(path, "a table"):
+        file, start = pq.ParquetFile(path), 0
+        for group in range(file.num_row_groups):
+            stop = start + file.metadata.row_group(group).num_rows
+            wanted = rows[(rows >= start) & (rows < stop)] - start
+            if len(wanted):
+                table = file.read_row_group(group, columns=sorted(set(columns.values())))
+                for row in wanted.tolist():
+                    yield {name: _picture(table[key][row].as_py(), name, path) for name, key in columns.items()}
+            start = stop
+
+
+def _picture(value: Any, name: str, path: Path) -> np.ndarray:
+    """A picture in a table: a struct of bytes and path, or lists of numbers, HWC or CHW."""
+    if isinstance(value, dict):
+        try:
+            image = media.read_image(io.BytesIO(value["bytes"]) if value["bytes"] else path.parent / value["path"])
+        except UserError as error:
+            raise UserError(f"{path}: a picture in it {str(error).partition(': ')[2]}") from error
+    else:
+        image = np.array(value, np.uint8)
+        if image.ndim == 3 and image.shape[0] in (1, 3) and image.shape[2] > 3:
+            image = image.transpose(1, 2, 0)
+    if name.endswith("/mask"):
+        return image.any(axis=2) if image.ndim == 3 else image > 0
+    return image
+
+
+# --------------------------------------------------------------------------------------------------------------- tables
+
+
+def matrix(column: pa.ChunkedArray, path: Path) -> np.ndarray:
+    """A column of numbers, or of lists of numbers of one length, as (rows, values); integers stay integers."""
+    array = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    while pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type):
+        if array.null_count or pc.count_distinct(pc.list_value_length(array)).as_py() > 1:
+            raise UserError(f"{path}: a column has lists of different lengths, or rows without one")
+        array = array.flatten()
+    values = array.to_numpy(zero_copy_only=False)  # NaN where there is no value
+    if values.dtype.kind not in "iufb":
+        raise UserError(f"{path}: a column of {array.type} where numbers are expected")
+    return values.reshape(len(column), -1)
+
+
+def read_table(folder: Path, stem: str) -> tuple[Path, np.ndarray, list[str] | None]:
+    """The table of an episode in a folder: its path, the values (rows, columns) and the columns' names."""
+    paths = [path for suffix in (".npy", ".csv", ".parquet") if (path := folder / f"{stem}{suffix}").exists()]
+    if len(paths) != 1:
+        raise UserError(f"{folder}: of {stem}.npy, {stem}.csv and {stem}.parquet one is needed, {len(paths)} are there")
+    path = paths[0]
+    with media.readable(path, "a table"):
+        if path.suffix == ".npy":
+            values = np.load(path, allow_pickle=False)
+            return path, values.reshape(len(values), -1), None
+        named = True
+        if path.suffix == ".csv":
+            first = path.read_text(encoding="utf-8").partition("\n")[0].split(",")
+            named = any(re.fullmatch(r"\s*[\d.eE+-]+\s*|\s*[+-]?(nan|inf)\s*", word, re.I) is None for word in first)
+            table = pyarrow.csv.read_csv(path, pyarrow.csv.ReadOptions(autogenerate_column_names=not named))
+        else:
+            table = pq.read_table(path)
+        values = [matrix(table[name], path) for name in table.column_names]
+        named = named and len(values) == sum(value.shape[1] for value in values)
+        return path, np.concatenate(values, axis=1), table.column_names if named else None
+
+
+def read_rows(source: Source, paths: Iterable[Path], keys: dict[str, str]) -> Iterator[dict[str, np.ndarray]]:
+    """Columns of parquet files, row group by row group: name -> (rows, values), and `place` (rows, 2).
+
+    keys: name -> column. What cannot be read is left out with --skip-bad.
+    """
+    for path in paths:
+        with source.checked(), media.readable(path, "a table"):
+            file, start = pq.ParquetFile(path), 0
+            for group in range(file.num_row_groups):
+                table = file.read_row_group(group, columns=list(keys.values()))
+                rows = start + np.arange(table.num_rows)
+                place = np.stack([np.full(table.num_rows, source.number(path)), rows], axis=1)
+                yield {name: matrix(table[key], path) for name, key in keys.items()} | {"place": place}
+                start += table.num_rows
+
+
+# --------------------------------------------------------------------------------------------------------------- videos
+
+
+def read_videos(source: Source, masks: Path | None, actions: Path | None) -> None:
+    """Video files and folders of images, an episode each."""
+    paths = [
+        path for path in media.listing(source.root) if path.is_dir() or path.suffix.lower() in media.VIDEO_SUFFIXES
+    ]
+    stems = [path.name if path.is_dir() else path.stem for path in paths]
+    if not paths:
+        raise UserError(f"{source.root}: holds no video files and no folders of images, one for each episode")
+    if len(set(stems)) < len(stems):
+        raise UserError(f"{source.root}: two episodes are called {max(stems, key=stems.count)}; rename one")
+    pool = ThreadPoolExecutor(CORES)  # decoding is ffmpeg's work
+    jobs = [pool.submit(frame_times, path, source.skip_bad) for path in paths]
+    try:
+        for path, stem, job in zip(paths, stems, jobs):
+            with source.checked():
+                count, seconds = job.result()
+                recording = Recording(path.name, np.empty((0, 2)), seconds)
+                if actions is not None:
+                    table, recording.tables["action"], source.action_names = read_table(actions, stem)
+                    rows = len(recording.tables["action"])
+                    if rows not in (count, count - 1):
+                        raise UserError(f"{table}: {rows} rows for {count} frames; the last one may be missing")
+                    recording.row = f"{table}: row {{}}".format
+                if masks is not None:
+                    source.masks[path.name] = _find_masks(masks, stem, count)
+                file = source.number(path, count)
+                recording.place = np.stack([np.full(count, file), np.arange(count)], axis=1)
+                source.recordings.append(recording)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def frame_times(path: Path, decode: bool) -> tuple[int, np.ndarray | None]:
+    """The number of frames, and their times in seconds; no times for a folder of images, which is decoded if asked."""
+    if path.is_dir():
+        images = media.image_files(path)
+        return (sum(1 for _ in media.frames(path)) if decode or not images else len(images)), None
+    seconds, sizes = [], set()
+    for time, frame in media.timed_frames(path):
+        seconds.append(time)
+        sizes.add(frame.shape)
+        if stop_requested():
+            raise Stopped("nothing was written")
+    if len(sizes) > 1:
+        raise UserError(f"{path}: the size of its frames changes")
+    return len(seconds), np.array(seconds)
+
+
+def _find_masks(folder: Path, stem: str, frames: int) -> str:
+    """The name of an episode's masks in a folder: .npy (frames, H, W), or a folder of images, one for each frame."""
+    path = folder / stem if (folder / stem).is_dir() else folder / f"{stem}.npy"
+    with media.readable(path, "masks"):
+        count = len(media.image_files(path)) if path.is_dir() else len(np.load(path, mmap_mode="r"))
+    if count != frames:
+        raise UserError(f"{path}: {count} masks, but the video has {frames} frames")
+    return path.name
