@@ -47,7 +47,7 @@ from common.recorded import transfer
 
 @dataclass
 class Args:
-    env: str = "cheetah-run"
+    env: Name = "cheetah-run"
     """task to train on, common/tasks.py lists all fourteen; or the name of a dataset that import_data.py made"""
     seed: Seed = 1
     """seed of the initial weights, the order of the data and the choice of labels"""

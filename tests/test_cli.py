@@ -54,7 +54,8 @@ def test_arguments(script: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--env", "cheetah-rum"], "did you mean"),
+        (["--env", "cheetah-rum"], "import_data.py videos DIR --name cheetah-rum"),
+        (["--env", "../x"], "--env is"),
         (["--env", "walker-run"], "make_dataset.py --env walker-run"),
         (["--mask-source", "nothing"], "no masks named 'nothing'"),
         (["--mask-source", "../sam"], "--mask-source is '../sam'"),
