@@ -49,13 +49,8 @@ class Args:
     split: Literal["both", "train", "test"] = "both"
     """which splits"""
     render: Literal["both", "clean", "distractor"] = "both"
-<<<<<<< HEAD
-    """which renders; both: those that the dataset has"""
-    name: Name = "sam"
-=======
     """which renders; both: those that the dataset has (one, of imported videos)"""
-    name: str = "sam"
->>>>>>> main
+    name: Name = "sam"
     """name of the masks: <shard>.<name>.h5, and --mask-source <name> in masklam.py"""
     model: Literal[sam.MODELS] = "tiny"
     """size of SAM 2.1's image encoder (hiera)"""

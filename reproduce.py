@@ -34,7 +34,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from common import runs
-from common.cli import Count, Stopped, UserError, cli, stop_requested
+from common.cli import Count, Stopped, UserError, check_ranges, cli, stop_requested
 from common.dataset import Dataset
 from common.tasks import TASKS, get_task
 
@@ -89,8 +89,8 @@ def parse(script: str, argv: tuple[str, ...]) -> tuple[Any, str]:
         args = tyro.cli(module.Args, default=module.defaults(list(argv)), args=list(argv), console_outputs=False)
     except SystemExit:
         raise UserError(f"{script}.py refuses {shlex.join(argv)}; python {script}.py --help lists its flags") from None
-    base = module.defaults([f"--env={args.env}", *(["--quick"] if args.quick else [])])
-    return args, runs.variant_name(args, base)
+    check_ranges(args)
+    return args, runs.directory(args, script, module.defaults).parent.name
 
 
 @dataclass(frozen=True)
@@ -315,7 +315,7 @@ def planned_run(cell: Cell, seed: int, args: Args) -> RunJob:
     words = ["--seed", str(seed), "--data-dir", str(args.data_dir), "--runs-dir", str(args.runs_dir)]
     words += ["--variant", cell.variant] if further else []  # else --set would be part of the name
     # The clips that make the data are those of the evaluation.
-    data = dict(word.removeprefix("--").split("=") for word in flag_words(args.data_set, "--data-set") if "=" in word)
+    data = dict(word.removeprefix("--").partition("=")[::2] for word in flag_words(args.data_set, "--data-set"))
     backgrounds = data.get("backgrounds", "davis")
     clips = data.get("davis-dir") if backgrounds == "davis" else backgrounds
     if clips and backgrounds != "synthetic":
@@ -415,7 +415,7 @@ def describe(args: Args, jobs: list[Job]) -> str:
     resumed = sum((run.run_dir / "args.json").exists() for run in unfinished)
     finished, new = len(planned) - len(unfinished), len(unfinished) - resumed
     lines = [f"{len(planned)} runs: {finished} finished, {resumed} to resume, {new} to start"]
-    published = json.loads(NUMBERS.read_text())["wall_clock_hours_a100"]
+    published = json.loads(NUMBERS.read_text(encoding="utf-8"))["wall_clock_hours_a100"]
     labels = {method.script: row.split("@")[0] for row, method in METHODS.items()}
     timed = [run.cell for run in unfinished if run.cell.method.script in labels and not args.quick]
     if timed:
@@ -584,7 +584,7 @@ def report(jobs: list[Job], folder: Path) -> None:
     lines = [f"{len(failed)} of {len(jobs)} jobs failed"]
     for job in failed:
         log = folder / f"{job.name}.log"
-        text = log.read_text(errors="replace").rstrip() if log.exists() else "no log"
+        text = log.read_text(encoding="utf-8", errors="replace").rstrip() if log.exists() else "no log"
         lines += ["", f"{job.name} ({job.reason}), log {log}", f"  {job.command}"]
         # Of a progress bar that was printed over itself, only the last state.
         lines += ["  | " + line.rsplit("\r", 1)[-1] for line in text.splitlines()[-LOG_LINES:]]

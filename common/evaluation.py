@@ -167,7 +167,7 @@ class _Episodes(gymnasium.Wrapper):
         return self.last, *rest
 
 
-def held_out_distractors(test_set: Dataset, args: Any) -> DistractorConfig:
+def held_out_distractors(test_set: Dataset, args: Any, run_dir: Path) -> DistractorConfig:
     """The distractors of evaluation episodes: those that made the test split, with the same clips.
 
     Call it before training: what the last stage needs is tried here, OpenGL too, if that stage is going to run.
@@ -175,11 +175,12 @@ def held_out_distractors(test_set: Dataset, args: Any) -> DistractorConfig:
     Args:
         args: a script's; clips_dir is the folder of the clips (DAVIS in its official layout, or the user's own; None:
             data/DAVIS), eval_steps the length of an episode (None: the task's).
+        run_dir: of the run; a finished one needs nothing any more.
 
     Raises:
         UserError: the clips are missing or not the ones that made the test split, or nothing can be rendered.
     """
-    if args.stages == "lam" or test_set.is_recorded:
+    if args.stages == "lam" or test_set.is_recorded or runs.is_finished(run_dir, args):
         return DistractorConfig()
     from common.envs import make_env  # only here and in `rollout`: it imports the simulators
 

@@ -169,6 +169,12 @@ def jsonable(args: Any) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(args), default=str))
 
 
+def directory(args: Any, script: str, defaults: Callable[[list[str]], Any]) -> Path:
+    """The run directory of a command. defaults: the script's function from a command line to the default arguments."""
+    default = defaults([f"--env={args.env}", *(["--quick"] if args.quick else [])])
+    return Path(args.runs_dir) / script / args.env / variant_name(args, default) / f"seed{args.seed}"
+
+
 def is_finished(run_dir: Path, args: Any) -> bool:
     """Whether a run's result is there, for the stages and all label budgets that a script's arguments ask for."""
     path = run_dir / "result.json"
@@ -259,8 +265,7 @@ class Run:
             "mask_hash": train_set.mask_hash + test_set.mask_hash,
             "device_type": device.type,
         }
-        default = defaults([f"--env={args.env}", *(["--quick"] if args.quick else [])])
-        run = cls(args, script, variant_name(args, default), identity)
+        run = cls(args, script, directory(args, script, defaults).parent.name, identity)
         run.train_set, run.test_set = train_set, test_set
         print(f"{script}: {run.dir} on {device}, {train_set.num_transitions:,} transitions for training", flush=True)
         if run.is_finished():
