@@ -457,8 +457,7 @@ def train(
 def main(args: Args) -> None:
     device = runs.choose_device(args.device)
     train_set, test_set = open_split(args, "train"), open_split(args, "test")
-    run_dir = runs.directory(args, Path(__file__).stem, defaults)
-    distractors = evaluation.held_out_distractors(test_set, args, run_dir)  # tried before stage 1, used in the last
+    distractors = evaluation.held_out_distractors(test_set, args, runs.directory(args, Path(__file__).stem, defaults))
     labelled = train_set.labelled(max(args.num_labels), args.seed)
     run = runs.Run.open(args, Path(__file__).stem, defaults, train_set, test_set, device)
     if run.is_finished():

@@ -15,6 +15,7 @@ Figures find runs by the same table, since a run's folder is named by its experi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -308,6 +309,13 @@ def field_of(word: str, script: str) -> str | None:
     return next((field for field in (name, name.removeprefix("no_")) if field in fields), None)
 
 
+def is_finished(run_dir: Path, args: Any) -> bool:
+    """Whether a run is finished; one that cannot be read is not: its own command says why, and the others go on."""
+    with contextlib.suppress(UserError, OSError):
+        return runs.is_finished(run_dir, args)
+    return False
+
+
 def planned_run(cell: Cell, seed: int, args: Args) -> RunJob:
     """The job of a cell's run. UserError if its script refuses the command."""
     script, run_dir = cell.method.script, cell.run_dir(args.runs_dir, seed)
@@ -325,7 +333,7 @@ def planned_run(cell: Cell, seed: int, args: Args) -> RunJob:
     return RunJob(
         name="-".join(run_dir.relative_to(args.runs_dir).parts),
         argv=(f"{script}.py", *argv, *words),
-        done=functools.partial(runs.is_finished, run_dir, run_args),
+        done=functools.partial(is_finished, run_dir, run_args),
         cell=cell,
         args=run_args,
         run_dir=run_dir,
@@ -336,8 +344,6 @@ def plan(args: Args) -> list[RunJob]:
     """The runs of an experiment. Those that experiments share are there once, with the decoders of all of them."""
     for name in args.env:
         get_task(name)
-    if args.seeds < 1:
-        raise UserError(f"--seeds is {args.seeds}, must be at least 1")
     names = list(EXPERIMENTS) if args.experiment == "all" else [args.experiment]
     if args.values and (len(names) > 1 or not EXPERIMENTS[names[0]].flag):
         raise UserError("--values is for one of the sweeps: label-budget, latent-dim, occlusion, mask-dilation")

@@ -8,6 +8,7 @@ import importlib
 import math
 import statistics
 import string
+import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from html import escape
@@ -218,6 +219,18 @@ def load_model(run: Run) -> tuple[Any, Any, Any]:
     except (RuntimeError, KeyError, TypeError) as error:
         raise UserError(f"{run.dir / 'lam.pt'}: not the weights of {run.script}.py ({type(error).__name__})") from None
     return module, args, model.eval()
+
+
+def load_latents(run: Run) -> tuple[np.ndarray, np.ndarray]:
+    """Latent actions of held-out transitions (N, d_z), and the true actions (N, A). UserError if they are not there."""
+    path = run.dir / "latents.npz"
+    try:
+        with np.load(path) as file:
+            return file["z"], file["action"]
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} cannot be read ({error!r})") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
