@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from common.cli import PathComponent, UserError
-from common.store import Damaged, Taken, atomic_path, differences, is_damage, lock_file, read_json, write_json
+from common.store import Damaged, Taken, atomic_path, differences, lock_file, read_json, system_error, write_json
 from common.tasks import get_task
 
 ROOT = Path(__file__).parents[1]
@@ -205,8 +205,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     ) as error:  # fmt: skip
         if "allocate memory" in str(error):
             raise MemoryError(f"no memory to read {path}") from error
-        if not is_damage(error):
-            raise OSError(error.errno, error.strerror, str(path)) from error
+        if system := system_error(error, path):
+            raise system from error
     raise Damaged(f"{path} is damaged")
 
 

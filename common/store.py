@@ -52,13 +52,16 @@ class Taken(Exception):
     """A live process is making this file."""
 
 
-def is_damage(error: Exception) -> bool:
-    """Whether an error from reading a file is about its content.
+def system_error(error: Exception, path: Path) -> OSError | None:
+    """The system's own error behind one from reading a file (no permission, a failing disk, too many open files).
 
-    The system's own ones are not (no permission, a failing disk, too many open files): nothing may be replaced because
-    of them. Those of HDF5 and of other libraries have no number of the system.
+    It says nothing about the content, and nothing may be replaced because of it. None for those of HDF5 and of other
+    libraries, which have no number of the system; they may hide one of its.
     """
-    return not isinstance(error, OSError) or error.errno is None
+    for cause in (error, error.__context__):
+        if isinstance(cause, OSError) and cause.errno is not None:
+            return OSError(cause.errno, cause.strerror, str(path))
+    return None
 
 
 # ------------------------------------------------------------------------------------------------------------- writing
@@ -245,8 +248,8 @@ def read(path: Path) -> StoredFile:
     except FileNotFoundError:
         raise Damaged(f"{path}: no such file") from None
     except (OSError, RuntimeError, KeyError, ValueError, TypeError, IndexError) as error:
-        if not is_damage(error):
-            raise OSError(error.errno, error.strerror, str(path)) from error
+        if system := system_error(error, path):
+            raise system from error
         reason = "truncated" if "truncated" in str(error) else f"not a readable file of this program ({error})"
         raise Damaged(f"{path}: {reason}") from error
 

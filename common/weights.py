@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from common.cli import UserError
-from common.store import is_damage
+from common.store import system_error
 
 
 def read_weights(path: Path, option: str, inside: str | None = None) -> dict[str, Tensor]:
@@ -38,8 +38,8 @@ def read_weights(path: Path, option: str, inside: str | None = None) -> dict[str
         OSError, RuntimeError, ValueError, EOFError, KeyError, TypeError, pickle.UnpicklingError, zipfile.BadZipFile,
         SafetensorError,
     ) as error:  # fmt: skip
-        if not is_damage(error):
-            raise OSError(error.errno, error.strerror, str(path)) from error
+        if system := system_error(error, path):
+            raise system from error
         what = "is a web page" if page else "is something else, or damaged"
         raise UserError(
             f"{option} {path}: {what}; expected is a file of weights (.pt, .pth or .safetensors), so get it again"

@@ -116,3 +116,7 @@ def failing_disk(path: Path) -> Iterator[None]:
     finally:
         command("umount", path)
         command("umount", disk)
+
+
+def environment(**variables: str) -> None:
+    os.environ.update(variables)

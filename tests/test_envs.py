@@ -1,9 +1,9 @@
 """Environments: physics untouched, every random number from the seed, pictures and masks as they should be."""
 
 import contextlib
+import ctypes.util
 import importlib
 import itertools
-import ctypes.util
 import os
 import pickle
 import subprocess
