@@ -71,10 +71,8 @@ def read_run(directory: Path) -> Run:
             numbers += [data[name] for name in ("mean_return", "action_variance", "success_rate")]
             numbers += [data["plan"][name] for name in ("image_size", "episode_length")]
             for decoder in run.result.get("decoders", []):
-                numbers += [
-                    decoder["num_labels"],
-                    *(value for value in decoder.values() if not isinstance(value, list)),
-                ]
+                plain = [value for value in decoder.values() if not isinstance(value, list | dict)]
+                numbers += [decoder["num_labels"], *plain]
             if not all(isinstance(number, int | float | None) for number in numbers):
                 raise ValueError("its numbers are no numbers")
             texts = (args["data_dir"], data["plan"]["expert"], run.result["machine"]["cpu"], run.commit)

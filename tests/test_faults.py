@@ -134,14 +134,12 @@ def test_a_folder_that_may_not_be_written(script: str, data: Path, given: Path, 
     [
         (faults.unprivileged, ("Permission denied", "choose another folder")),
         (faults.no_locks, ("No locks available", "its file system knows no locks")),
-        (functools.partial(faults.few_files, 30, 30), ("Too many open files", "ulimit -n")),
+        (functools.partial(faults.few_files, 12, 12), ("Too many open files", "ulimit -n")),
     ],
 )
 def test_make_dataset_where_it_cannot_write(fault: Callable[[], None], advice: tuple[str, ...], tmp_path: Path) -> None:
     tmp_path.chmod(0o555 if fault is faults.unprivileged else 0o755)
     words = [*DATASET.split(), tmp_path / "made"]
-    if fault not in (faults.unprivileged, faults.no_locks):
-        words += ["--workers", 40]
     done = python("make_dataset.py", *words, preexec_fn=fault)
     tmp_path.chmod(0o755)
     one_line(done, *advice)
@@ -312,11 +310,24 @@ def test_a_bad_file_of_a_run_is_named_and_loses_no_other_run(name: str, content:
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"null", b'"x"', b"\xff"])
-def test_a_bad_control_is_computed_again(content: bytes, tmp_path: Path) -> None:
+def test_a_bad_number_is_damaged(content: bytes, tmp_path: Path) -> None:
+    """As that of a control, which is then computed again."""
     path = tmp_path / "control.json"
     path.write_bytes(content)
     with pytest.raises(store.Damaged, match=f"{path} is damaged"):
         store.read_json(path, float)
+
+
+@pytest.mark.parametrize("content", [PAGE, b"", None])
+def test_bad_latents_and_weights_of_a_run_are_named(content: bytes | None, tmp_path: Path) -> None:
+    """One line each, which make_figures.py shows in place of the picture."""
+    folder = written_run(tmp_path)
+    run = report.read_run(folder)
+    for name, read in (("latents.npz", report.load_latents), ("lam.pt", report.load_model)):
+        (folder / name).mkdir() if content is None else (folder / name).write_bytes(content)
+        with pytest.raises(UserError, match=str(folder / name)) as caught:
+            read(run)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["weights.pt", "weights.pth", "weights.safetensors"])
@@ -432,8 +443,6 @@ def test_reproduce_refuses_what_its_scripts_would(words: dict[str, Any], message
 @pytest.mark.parametrize(
     ("script", "flag"),
     [
-        ("masklam", "--data-dir"),
-        ("masklam", "--runs-dir"),
         ("make_dataset", "--backgrounds"),
         ("make_figures", "--out"),
     ],

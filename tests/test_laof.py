@@ -149,7 +149,7 @@ def test_wrong_files_are_refused_in_one_line(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(1)}, tmp_path / "tensor.pth")
     for size, path, message in (
         ("large", raft_checkpoint(tmp_path), "is it RAFT small? Then add --raft small"),
-        ("small", tmp_path / "text.pth", "not a readable file of weights"),
+        ("small", tmp_path / "text.pth", "expected is a file of weights"),
         ("small", tmp_path / "number.pth", "holds no plain dictionary of weights"),
         ("small", tmp_path / "tensor.pth", "not the weights of RAFT small"),
         ("small", tmp_path / "absent.pth", "no such file"),

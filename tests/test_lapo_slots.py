@@ -248,8 +248,8 @@ def test_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "noise.safetensors").write_bytes(b"not weights")
     torch.save([1, 2], tmp_path / "list.pth")
     for name, message in (
-        ("noise.pth", "not a readable file"),
-        ("noise.safetensors", "not a readable file"),
+        ("noise.pth", "expected is a file"),
+        ("noise.safetensors", "expected is a file"),
         ("list.pth", "no plain dictionary"),
         ("missing.pth", "no such file"),
     ):

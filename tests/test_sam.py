@@ -139,10 +139,10 @@ def test_wrong_checkpoints_are_refused(weights, tmp_path):
     assert sam.read_checkpoint(path)[0].keys() == weights.keys()
     for content in (b"", b"not a checkpoint", half):
         path.write_bytes(content)
-        with pytest.raises(UserError, match="not a readable file of weights"):
+        with pytest.raises(UserError, match="expected is a file of weights"):
             sam.read_checkpoint(path)
     torch.save({"weights": 1}, path)
-    with pytest.raises(UserError, match="not a readable file of weights"):
+    with pytest.raises(UserError, match="expected is a file of weights"):
         sam.read_checkpoint(path)
     with pytest.raises(UserError, match=r"does not fit SAM 2\.1 small; choose the --model"):
         sam.load_predictor("small", weights, SIZE, CPU)
