@@ -47,7 +47,7 @@ class Recording:
         if fps is None or seconds is None or count < 2:
             return np.arange(0, count, stride or 1)
         steps = np.diff(seconds)
-        step = float(np.median(steps))
+        step = float(np.percentile(steps, 10))  # a variable rate pauses where nothing happens
         if steps.min() < 0 or step == 0:
             raise UserError(f"{self.name}: the times of its frames do not rise, so --fps is not possible")
         if fps * step > 1.01:
@@ -407,10 +407,15 @@ def common_width(name: str, episodes: list[Recording]) -> int:
 
 
 def common_rate(episodes: list[Recording]) -> float | None:
-    """The frames per second, None if they are not known or differ."""
+    """The frames per second, None if they are not known or vary."""
     if any(episode.seconds is None for episode in episodes):
         return None
-    rates = [1 / float(np.median(np.diff(episode.seconds))) for episode in episodes]
+    rates = []
+    for episode in episodes:
+        steps = np.diff(episode.seconds)
+        if abs(steps.mean() - np.median(steps)) > 0.05 * steps.mean() or not steps.mean() > 0:
+            return None  # more than what rounding the times does
+        rates.append(1 / float(steps.mean()))
     return round(rates[0], 3) if max(rates) < 1.01 * min(rates) else None
 
 
