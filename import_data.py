@@ -10,7 +10,6 @@ the work. docs/videos.md has the rest.
 """
 
 import hashlib
-import itertools
 import re
 import shlex
 from collections.abc import Iterable
@@ -259,22 +258,19 @@ class Maker:
         np.maximum.at(self.last_used, *self.arrays["place"].T)
 
     def is_missing(self, path: Path) -> bool:
-        if self.splits[path.parent].is_missing(path):
-            return True
-        try:
-            return "sam/mask" in self.source.columns and not shards.read_derived(shards.read_shard(path), "sam")
-        except store.Damaged:
-            return True
+        predicted = "sam/mask" in self.source.columns and not shards.derived_path(path, "sam").exists()
+        return predicted or self.splits[path.parent].is_missing(path)
 
     def decode(self, place: np.ndarray, plan: dict[str, Any]) -> dict[str, np.ndarray]:
         """The pictures at `place` (T, 2), and their masks: arrays of a shard, and sam/mask if there is one."""
         shapes = {name: shape for name, (_, shape) in frame_schema(plan).items() if "/" in name}
         shapes |= dict.fromkeys(self.source.columns.keys() - shapes.keys(), (plan["image_size"] ** 2 // 8,))
         stacks = {name: np.empty((len(place), *shape), np.uint8) for name, shape in shapes.items()}
-        masks = self.options.masks if self.source.masks else None
-        for frame, pictures in enumerate(self.source.pictures(place, self.last_used, masks)):
+        masks_folder = getattr(self.options, "masks", None)
+        for frame, pictures in enumerate(self.source.pictures(place, self.last_used, masks_folder)):
             for name, picture in pictures.items():
-                picture = recordings.as_square(picture, plan["image_size"], getattr(self.options, "fit", None))
+                file = self.source.files[place[frame, 0]]
+                picture = recordings.as_square(picture, plan["image_size"], getattr(self.options, "fit", None), file)
                 stacks[name][frame] = np.packbits(picture) if picture.dtype == bool else picture
             self.progress.update()
             if stop_requested():
@@ -283,7 +279,7 @@ class Maker:
 
     def make(self, path: Path) -> None:
         """Writes a shard and, beside it, the masks that the authors predicted."""
-        split, command = self.splits[path.parent], describe_command(self.options)
+        split = self.splits[path.parent]
         numbers, starts = shard_episodes(split.plan, int(path.stem)), self.arrays["episode_start"]
         before = 0 if split.plan["split"] == "train" else len(starts) - 1 - split.plan["num_episodes"]
         episodes = slice(before + numbers.start, before + numbers.stop)
@@ -293,28 +289,23 @@ class Maker:
         try:
             arrays |= self.decode(self.arrays["place"][frames], split.plan)
         except UserError as error:
-            hint = "" if isinstance(self.options, Authors) else f"; or remove {self.folder} and use --skip-bad"
-            raise UserError(f"{error}{hint}") from error
+            if isinstance(self.options, Authors):
+                raise
+            raise UserError(f"{error}; or leave it out: remove {self.folder} and use --skip-bad") from error
         predicted = arrays.pop("sam/mask", None)
         columns = {name: values[episodes] for name, values in self.episodes.items()}
-        shards.write_shard(path, split.plan, arrays, columns, {"command": command, "versions": versions()})
+        about = {"command": describe_command(self.options), "versions": versions()}
+        shards.write_shard(path, split.plan, arrays, columns, about)
         if predicted is not None:
             masks = {f"{render}/mask": predicted for render in split.plan["renders"]}
-            shards.write_derived(shards.read_shard(path), "sam", masks, {"method": "authors"}, command)
-        split.is_missing(path)  # which counts it
+            shards.write_derived(shards.read_shard(path), "sam", masks, {"method": "authors"}, about["command"])
 
     def make_all(self) -> None:
         """Makes every shard that is missing, together with other processes that do the same."""
-        done = 0
-        for split in self.splits.values():
-            for path, transitions in split.transitions.items():
-                done += transitions + len(shard_episodes(split.plan, int(path.stem)))
+        done = sum(split.frames_there() for split in self.splits.values())
         with Progress(self.folder.name, len(self.arrays["place"]), "frames", done) as self.progress:
-            store.fill(
-                paths=lambda: itertools.chain.from_iterable(split.candidates() for split in self.splits.values()),
-                is_missing=self.is_missing,
-                make=self.make,
-            )
+            paths = [path for split in self.splits.values() for path in split.candidates()]
+            store.fill(lambda: paths, self.is_missing, self.make)
 
 
 def run_import(options: Any, folder: Path) -> None:

@@ -106,7 +106,7 @@ def _find_video(root: Path, file: str) -> Path:
 
 def _check_video(root: Path, file: str, frames: int) -> None:
     path = _find_video(root, file)
-    count, _ = frame_times(path, decode=True)
+    count, _, _ = frame_times(path, decode=True)
     if count != frames:
         raise UserError(f"{path}: has {count} frames, its episodes have {frames}")
 

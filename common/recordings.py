@@ -5,6 +5,7 @@ their frames; `Source.pictures` decodes the frames that are stored.
 """
 
 import contextlib
+import functools
 import io
 import os
 import re
@@ -22,7 +23,7 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageOps
 
 from common import media
-from common.cli import Stopped, UserError, stop_requested
+from common.cli import Progress, Stopped, UserError, stop_requested
 
 CORES = len(os.sched_getaffinity(0))
 PERCENTILES = (0.1, 99.9)  # of the train actions in a dimension, which become -1 and 1
@@ -170,8 +171,8 @@ def _mask_reader(path: Path) -> Callable[[int], np.ndarray]:
         images = media.image_files(path)
         return lambda ordinal: media.read_mask(images[ordinal])
     masks = np.load(path, mmap_mode="r")
-    top = 255 if masks.max() > 1 else 1
-    return lambda ordinal: masks[ordinal] >= top / 2
+    half = 0.5 if masks.max() <= 1 else 127.5
+    return lambda ordinal: masks[ordinal] >= half
 
 
 def _table_pictures(path: Path, rows: np.ndarray, columns: dict[str, str]) -> Iterator[dict[str, np.ndarray]]:
@@ -204,12 +205,12 @@ def _picture(value: Any, name: str, path: Path) -> np.ndarray:
     return image
 
 
-def as_square(picture: np.ndarray, size: int, how: str | None) -> np.ndarray:
+def as_square(picture: np.ndarray, size: int, how: str | None, file: str) -> np.ndarray:
     """A frame, uint8 (H, W, 3), or a mask, bool (H, W), as a square; how: crop or pad, None if it must be one."""
     if picture.shape[:2] == (size, size):
         return picture
     if how is None:
-        raise UserError(f"a picture has {picture.shape[1]} x {picture.shape[0]} pixels, expected {size} x {size}")
+        raise UserError(f"{file}: pictures of {picture.shape[1]} x {picture.shape[0]} pixels, expected {size} x {size}")
     image = Image.fromarray(picture * np.uint8(255) if picture.dtype == bool else picture)
     image = (ImageOps.fit if how == "crop" else ImageOps.pad)(image, (size, size), Image.Resampling.BICUBIC)
     return np.asarray(image) > 127 if picture.dtype == bool else np.asarray(image)
@@ -284,49 +285,64 @@ def read_videos(source: Source, masks: Path | None, actions: Path | None) -> Non
         raise UserError(f"{source.root}: two episodes are called {max(stems, key=stems.count)}; rename one")
     pool = ThreadPoolExecutor(CORES)  # decoding is ffmpeg's work
     jobs = [pool.submit(frame_times, path, source.skip_bad) for path in paths]
+    progress = Progress(str(source.root), len(paths), "recordings")
     try:
         for path, stem, job in zip(paths, stems, jobs):
             with source.checked():
-                count, seconds = job.result()
+                count, seconds, size = job.result()
                 recording = Recording(path.name, np.empty((0, 2)), seconds)
                 if actions is not None:
                     table, recording.tables["action"], source.action_names = read_table(actions, stem)
                     rows = len(recording.tables["action"])
                     if rows not in (count, count - 1):
                         raise UserError(f"{table}: {rows} rows for {count} frames; the last one may be missing")
-                    recording.row = f"{table}: row {{}}".format
+                    recording.row = functools.partial("{}: row {}".format, table)
                 if masks is not None:
-                    source.masks[path.name] = _find_masks(masks, stem, count)
+                    source.masks[path.name] = _find_masks(masks, stem, (count, *size))
                 file = source.number(path, count)
                 recording.place = np.stack([np.full(count, file), np.arange(count)], axis=1)
                 source.recordings.append(recording)
+            progress.update()
     finally:
+        progress.close()
         pool.shutdown(cancel_futures=True)
 
 
-def frame_times(path: Path, decode: bool) -> tuple[int, np.ndarray | None]:
-    """The number of frames, and their times in seconds; no times for a folder of images, which is decoded if asked."""
+def frame_times(path: Path, decode: bool) -> tuple[int, np.ndarray | None, tuple[int, int]]:
+    """The number of frames, their times in seconds, and their height and width.
+
+    A folder of images has no times, and is decoded only if asked.
+    """
     if path.is_dir():
         images = media.image_files(path)
-        return (sum(1 for _ in media.frames(path)) if decode or not images else len(images)), None
+        count = sum(1 for _ in media.frames(path)) if decode or not images else len(images)
+        return count, None, media.read_image(images[0]).shape[:2]
     seconds, sizes = [], set()
     for time, frame in media.timed_frames(path):
         seconds.append(time)
-        sizes.add(frame.shape)
+        sizes.add(frame.shape[:2])
         if stop_requested():
             raise Stopped("nothing was written")
     if len(sizes) > 1:
         raise UserError(f"{path}: the size of its frames changes")
-    return len(seconds), np.array(seconds)
+    return len(seconds), np.array(seconds), sizes.pop()
 
 
-def _find_masks(folder: Path, stem: str, frames: int) -> str:
+def _find_masks(folder: Path, stem: str, expected: tuple[int, int, int]) -> str:
     """The name of an episode's masks in a folder: .npy (frames, H, W), or a folder of images, one for each frame."""
     path = folder / stem if (folder / stem).is_dir() else folder / f"{stem}.npy"
     with media.readable(path, "masks"):
-        count = len(media.image_files(path)) if path.is_dir() else len(np.load(path, mmap_mode="r"))
-    if count != frames:
-        raise UserError(f"{path}: {count} masks, but the video has {frames} frames")
+        if path.is_dir():
+            images = media.image_files(path)
+            shape = (len(images), *(media.read_mask(images[0]).shape if images else ()))
+        else:
+            masks = np.load(path, mmap_mode="r")
+            shape, top = masks.shape, masks.max()
+            fraction = masks.dtype.kind == "f" and masks.min() >= 0 and top <= 1
+            if not fraction and not (top in (0, 1, 255) and np.isin(masks, (0, top)).all()):
+                raise UserError(f"{path}: from {masks.min()} to {top}; masks hold 0 and 1, 0 and 255, or 0.0 to 1.0")
+    if shape != expected:
+        raise UserError(f"{path}: shape {shape}, expected (frames, height, width) = {expected}")
     return path.name
 
 

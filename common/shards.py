@@ -243,13 +243,16 @@ class Split:
             for path in set(shard_paths(self.folder)) - set(self.candidates()):
                 path.unlink(missing_ok=True)
 
+    def frames_there(self) -> int:
+        """The frames of the shards that are complete."""
+        shards = self.transitions.items()
+        return sum(count + len(shard_episodes(self.plan, int(path.stem))) for path, count in shards)
+
     def frames(self) -> tuple[int, int]:
         """The frames of the whole split (on Meta-World about as many), and how many of them are there."""
         episodes = self.plan["num_episodes"]
         total = self.plan["num_transitions"] if episodes is None else episodes * (self.plan["episode_length"] + 1)
-        shards = self.transitions.items()
-        there = sum(count + len(shard_episodes(self.plan, int(path.stem))) for path, count in shards)
-        return total, total if self.is_complete() else min(there, total)
+        return total, total if self.is_complete() else min(self.frames_there(), total)
 
 
 # ---------------------------------------------------------------------------------- files that are derived from a shard

@@ -455,7 +455,19 @@ def damage_text(folder: Path) -> str:
 def damage_masks(folder: Path) -> str:
     write_video(folder / "bad.mp4", 10)
     np.save(folder / "../masks/bad.npy", np.zeros((9, 24, 32), bool))
-    return r"bad\.npy: 9 masks, but the video has 10 frames"
+    return r"bad\.npy: shape \(9, 24, 32\), expected \(frames, height, width\) = \(10, 24, 32\)"
+
+
+def damage_labels(folder: Path) -> str:
+    write_video(folder / "bad.mp4", 10)
+    np.save(folder / "../masks/bad.npy", np.full((10, 24, 32), 7, np.uint8))
+    return r"bad\.npy: from 7 to 7; masks hold 0 and 1"
+
+
+def damage_shape(folder: Path) -> str:
+    write_video(folder / "bad.mp4", 10)
+    np.save(folder / "../masks/bad.npy", np.zeros((10, 32, 24), np.uint8))
+    return r"bad\.npy: shape \(10, 32, 24\), expected"
 
 
 DAMAGES = {name.removeprefix("damage_"): make for name, make in list(globals().items()) if name.startswith("damage_")}
@@ -467,15 +479,15 @@ def test_a_bad_video_is_an_error_or_left_out(tmp_path, clips, capsys, damage):
     folder = tmp_path / "source"
     shutil.copytree(clips, folder)
     words = ["--fps", 5]
-    if damage in ("rows", "nan", "absent", "text", "masks"):
-        words += ["--actions", tmp_path / "actions"] if damage != "masks" else ["--masks", tmp_path / "masks"]
-        (tmp_path / words[-1].name).mkdir()
+    beside = {"masks": "masks", "labels": "masks", "shape": "masks"}
+    beside |= dict.fromkeys(("rows", "nan", "absent", "text"), "actions")
+    if damage in beside:
+        kind = beside[damage]
+        words += [f"--{kind}", tmp_path / kind]
+        (tmp_path / kind).mkdir()
         for number in range(3):
-            write_actions(tmp_path / f"actions/clip{number + 9}.npy", np.linspace(0, 1, 8 + number)[:, None])
-            np.save(
-                tmp_path / f"{words[-1].name}/clip{number + 9}.npy",
-                np.linspace(0, 1, 8 + number)[:, None] if damage != "masks" else np.zeros((8 + number, 24, 32)),
-            )
+            rows = np.linspace(0, 1, 8 + number)[:, None] if kind == "actions" else np.zeros((8 + number, 24, 32))
+            np.save(tmp_path / kind / f"clip{number + 9}.npy", rows)
     message = DAMAGES[damage](folder)
     with pytest.raises(UserError, match=message) as caught:
         run(tmp_path / "data", "videos", folder, "--name", "own", "--size", 16, *words)
