@@ -42,7 +42,7 @@ class Args:
 
 
 def arm_masks(frames: np.ndarray) -> np.ndarray:
-    """Bool (T, H, W): the parts in the arm's colours of uint8 frames (T, H, W, 3) that differ from their median over time."""
+    """Bool (T, H, W): what has the arm's colours in uint8 frames (T, H, W, 3) and differs from their median over time."""
     values = frames.astype(np.int16)
     moved = abs(values - np.median(values, axis=0)).max(-1) > MOVED
     arm = moved & ((values.max(-1) < DARK) | (values[..., 2] - values[..., 0] >= BLUE))
