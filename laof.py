@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from common import evaluation, runs
 from common.cli import Count, Name, NotNegative, Positive, Seed, Stopped, cli, env_and_quick, stop_requested
 from common.dataset import Batch, Dataset, Sampler, TensorSampler, normalise, updates_for
-from common.tasks import get_task
+from common.tasks import is_meta_world
 from common.training import Meter, load_training_state, training_state
 
 # isort: split
@@ -38,8 +38,9 @@ from typing import Annotated
 
 from common import pictures
 from common.cli import Range, UserError
-from common.masks import unpack_masks
+from common.masks import check_masks, next_masks, unpack_masks
 from common.raft import attach_flow, flow_picture
+from common.recorded import transfer
 
 # --- end method ---
 
@@ -47,7 +48,7 @@ from common.raft import attach_flow, flow_picture
 @dataclass
 class Args:
     env: str = "cheetah-run"
-    """task to train on; common/tasks.py lists all fourteen"""
+    """task to train on, common/tasks.py lists all fourteen; or the name of a dataset that import_data.py made"""
     seed: Seed = 1
     """seed of the initial weights, the order of the data and the choice of labels"""
     quick: bool = False
@@ -136,6 +137,8 @@ class Args:
     """mode of torch.compile"""
     log_every: Count = 100
     """updates between two lines of metrics"""
+    probe_at: tuple[Count, ...] | None = None
+    """updates of the latent action model after which its NMSE is measured too"""
     checkpoint_every: Count = 2000
     """updates between two checkpoints"""
     track: bool = False
@@ -169,7 +172,7 @@ def schedule(args: Args, stage: str, step: int, updates: int, epoch: int) -> flo
 def defaults(argv: list[str]) -> Args:
     """The defaults for the --env and --quick on the command line; the remaining arguments override them."""
     env, quick = env_and_quick(argv, Args.env)
-    dmw = get_task(env).suite == "dmw"
+    dmw = is_meta_world(env)
     changes = (DMW if dmw else DCS) | (QUICK if quick else {}) | (QUICK_DMW if dmw and quick else {})
     return replace(Args(), env=env, quick=quick, **changes)
 
@@ -294,10 +297,14 @@ class LatentActionModel(nn.Module):
         """The latent action (B, d_z) between the frames o_t and o_{t+1}."""
         return self.idm(window[:, 2:4].flatten(1, 2))
 
+    def predict(self, window: Tensor, z: Tensor) -> Tensor:
+        """The next frame (B, 3, H, W) after the current one, window[:, 2]."""
+        return self.world_model(window[:, 2], z)
+
     def forward(self, window: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The predicted next frame and flow picture, both (B, 3, H, W), and the latent action."""
         z = self.infer(window)
-        return self.world_model(window[:, 2], z), self.flow_decoder(None, z), z
+        return self.predict(window, z), self.flow_decoder(None, z), z
 
 
 # --- end method ---
@@ -313,6 +320,7 @@ def open_split(args: Args, split: str) -> Dataset:
     """The data of a split as the method sees it."""
     render = "distractor" if args.distractors else "clean"
     dataset = Dataset(args.data_dir, args.env, split, render, args.mask_source)
+    check_masks(dataset)
     if dataset.image_size & (dataset.image_size - 1):
         raise UserError(f"{dataset.folder}: frames of {dataset.image_size} pixels; LAOF's U-Nets need a power of two")
     return dataset
@@ -348,13 +356,14 @@ def draw(run: runs.Run, args: Args, model: LatentActionModel, test_set: Dataset,
         window = model_inputs(batch, args)
         prediction, decoded, _ = model(window)
     frames, title = {"o(t)": window[:, 2], "o(t+1)": window[:, 3]}, f"{run.script}, {args.env}: held-out transitions"
-    masks, target = unpack_masks(batch.masks[:, 3], *window.shape[-2:]), flow_target(batch, args)
+    masks, target = next_masks(batch), flow_target(batch, args)
     predicted = {"predicted": prediction, "masked flow": target, "decoded flow": decoded}
     flow = flow_picture(batch.extra, args.flow_scale) - 0.5
     inputs = {"M(t+1)": masks.expand(-1, 3, -1, -1) - 0.5, "flow": flow, "masked flow": target}
     return [
         pictures.rows(run.dir / "world_model.png", frames | predicted, masks, title),
         pictures.rows(run.dir / "flow.png", frames | inputs, None, title),
+        *transfer(run.dir, model, partial(model_inputs, args=args), test_set, input_fields(args), device),
     ]
 
 
@@ -399,7 +408,7 @@ def train(
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss, z, logs = loss_fn(model, batch, args)
             logs = {"loss": loss.detach()} | logs
-            if probe is not None:
+            if probe is not None and batch.action.shape[1]:
                 probe_loss = F.mse_loss(probe(z.detach()).float(), batch.action)
                 loss = loss + args.probe_weight * probe_loss
                 logs["probe"] = probe_loss.detach()
@@ -429,6 +438,8 @@ def train(
         after_update(model)
         meter.add(loss, logs)
         step += 1
+        if stage == "lam" and step in (args.probe_at or ()):
+            meter.probe(partial(encode, args=args), input_fields(args))
 
         save = step % args.checkpoint_every == 0 or step == updates or stop_requested()
         if step % args.log_every == 0 or save:
@@ -453,7 +464,7 @@ def main(args: Args) -> None:
         return
 
     torch.manual_seed(args.seed)
-    size, action_dim = train_set.image_size, train_set.action_dim
+    size, action_dim = train_set.image_size, max(train_set.action_dim, 1)  # recorded videos may have no actions
     policy = Encoder(3 * 3, args.policy_scale, size, args.latent_dim)
     decoder = ActionDecoder(args.latent_dim, args.decoder_dim, action_dim)
     probe, policy_probe = (nn.Linear(args.latent_dim, action_dim) for _ in range(2))
@@ -481,12 +492,11 @@ def main(args: Args) -> None:
     encode_with = partial(encode, args=args)
     windows = {"batch_size": args.batch_size, "device": device, "max_offset": 1, "fields": input_fields(args)}
     latents = evaluation.table(run, "latents", partial(encode_with, model), train_set, train_set.transitions, **windows)
-    probed = evaluation.probe(run, encode_with, model, untrained, latents, train_set, test_set, **windows)
+    probed = evaluation.probe(run, encode_with, model, untrained, latents, **windows)
 
     networks = {"lam": model} | dict(model.named_children())
-    about = {"train_set": train_set, "test_set": test_set, "labelled": labelled, "drawn": drawn}
     if args.stages == "lam":
-        evaluation.write_result(run, probed, [], networks, **about)
+        evaluation.write_result(run, probed, [], networks, labelled, drawn)
         return
 
     # Stage 2: the latent policy clones the latent actions from the current frames.
@@ -526,13 +536,14 @@ def main(args: Args) -> None:
         train(run, args, stage, decoders[num_labels], decoder_loss, rows_sampler, updates, rate, args.decoder_clip)
         decoders[num_labels].eval()
 
-    # Evaluation: the decoded policies on held-out backgrounds.
+    # Evaluation: the decoded policies on held-out backgrounds, or on held-out videos.
     def act(frames: Tensor, decoder: nn.Module) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             return decoder(predict_latents(policy, frames))
 
-    decoded = evaluation.evaluate(run, args, act, decoders, distractors, train_set, test_set, device)
-    evaluation.write_result(run, probed, decoded, networks | {"policy": policy, "decoder": decoder}, **about)
+    decoded = evaluation.evaluate(run, act, decoders, distractors, device)
+    networks |= {"policy": policy, "decoder": decoder}
+    evaluation.write_result(run, probed, decoded, networks, labelled, drawn)
 
 
 if __name__ == "__main__":

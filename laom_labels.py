@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from common import evaluation, runs
 from common.cli import Count, Name, NotNegative, Positive, Seed, Stopped, cli, env_and_quick, stop_requested
 from common.dataset import Batch, Dataset, Sampler, TensorSampler, normalise, updates_for
-from common.tasks import get_task
+from common.tasks import is_meta_world
 from common.training import Meter, load_training_state, training_state
 
 # isort: split
@@ -38,7 +38,7 @@ from common import pictures
 from common.augmentation import Augmentation
 from common.cli import Share
 from common.dataset import LabelledBatch, LabelledSampler, sequential
-from common.masks import unpack_masks
+from common.masks import next_masks
 
 # --- end method ---
 
@@ -46,7 +46,7 @@ from common.masks import unpack_masks
 @dataclass
 class Args:
     env: str = "cheetah-run"
-    """task to train on; common/tasks.py lists all fourteen"""
+    """task to train on, common/tasks.py lists all fourteen; or the name of a dataset that import_data.py made"""
     seed: Seed = 1
     """seed of the initial weights, the order of the data and the choice of labels"""
     quick: bool = False
@@ -106,6 +106,8 @@ class Args:
     """tau of the encoder's exponential moving average, whose embeddings are the targets"""
     max_offset: Count = 10
     """largest k of the frame o_{t+k} that the action head sees during training"""
+    max_offset_seconds: Positive | None = None
+    """the same in seconds, for recorded videos of a known frame rate"""
     augment: bool = True
     """shift, rotate or distort every stack of frames at random during training"""
     lam_warmup_epochs: NotNegative = 1
@@ -131,6 +133,8 @@ class Args:
     """mode of torch.compile"""
     log_every: Count = 100
     """updates between two lines of metrics"""
+    probe_at: tuple[Count, ...] | None = None
+    """updates of the latent action model after which its NMSE is measured too"""
     checkpoint_every: Count = 2000
     """updates between two checkpoints"""
     track: bool = False
@@ -163,7 +167,7 @@ def schedule(args: Args, stage: str, step: int, updates: int, epoch: int) -> flo
 def defaults(argv: list[str]) -> Args:
     """The defaults for the --env and --quick on the command line; the remaining arguments override them."""
     env, quick = env_and_quick(argv, Args.env)
-    dmw = get_task(env).suite == "dmw"
+    dmw = is_meta_world(env)
     changes = (DMW if dmw else DCS) | (QUICK if quick else {}) | (QUICK_DMW if dmw and quick else {})
     return replace(Args(), env=env, quick=quick, **changes)
 
@@ -256,7 +260,7 @@ class MLPBlock(nn.Module):
 class Head(nn.Module):
     """Three times a linear layer and a block, then a linear layer: to (B, out_dim).
 
-    Every linear layer but the last sees `context` (B, context_dim); the first one `first` (B, first_dim) too, if given.
+    Every linear layer but the last sees `context` (B, context_dim); the first one `x` (B, first_dim) too, if given.
     """
 
     def __init__(self, context_dim: int, first_dim: int, dim: int, out_dim: int) -> None:
@@ -265,8 +269,7 @@ class Head(nn.Module):
         self.blocks = nn.ModuleList(MLPBlock(dim) for _ in range(3))
         self.last = nn.Linear(dim, out_dim)
 
-    def forward(self, context: Tensor, first: Tensor | None = None) -> Tensor:
-        x = first
+    def forward(self, context: Tensor, x: Tensor | None = None) -> Tensor:
         for layer, block in zip(self.layers, self.blocks):
             x = block(layer(context if x is None else torch.cat([context, x], dim=1)))
         return self.last(x)
@@ -322,8 +325,8 @@ def input_fields(args: Args) -> tuple[str, ...]:
 
 
 def open_split(args: Args, split: str) -> Dataset:
-    """The data of a split as the method sees it."""
-    return Dataset(args.data_dir, args.env, split, "distractor" if args.distractors else "clean")
+    """The data of a split as the method sees it, which has actions."""
+    return Dataset(args.data_dir, args.env, split, "distractor" if args.distractors else "clean").with_actions()
 
 
 def model_inputs(batch: Batch | LabelledBatch, args: Args) -> Tensor:
@@ -344,8 +347,7 @@ def lam_loss(model: LatentActionModel, batch: LabelledBatch, args: Args) -> tupl
         stacks = model.augmentation(stacks, torch.rand(len(stacks), 12, device=stacks.device))
     current, future, following = stacks.split([both, both, count])
     z, now = model.embed(current, future)
-    with torch.no_grad():
-        target = model.target(following)
+    target = model.target(following)  # its weights take no gradient
     predicted = model.observation_head(z[:count], now[:count].detach())  # no gradient to the present
     embedding_loss = F.mse_loss(predicted.float(), target.float())
     label_loss = F.mse_loss(model.true_action(z[count:]).float(), batch.labelled.action)
@@ -366,8 +368,7 @@ def draw(run: runs.Run, args: Args, model: LatentActionModel, test_set: Dataset,
         distances = torch.cdist(model(window)[0], torch.cat(embeddings))
     nearest = test_set.frames(candidates[distances.argmin(1).cpu().numpy()] + 1)
     named = {"o(t)": window[:, 2], "o(t+1)": window[:, 3], "nearest to\nprediction": nearest}
-    masks = unpack_masks(batch.masks[:, 3], *window.shape[-2:])
-    drawn = [pictures.rows(run.dir / "world_model.png", named, masks, f"{run.script}, {args.env}")]
+    drawn = [pictures.rows(run.dir / "world_model.png", named, next_masks(batch), f"{run.script}, {args.env}")]
     if args.augment:
         current = stacks_of(window)[0]
         noise = torch.rand(len(current), 12, device=device)
@@ -418,7 +419,7 @@ def train(
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss, z, logs = loss_fn(model, batch, args)
             logs = {"loss": loss.detach()} | logs
-            if probe is not None:
+            if probe is not None and batch.action.shape[1]:
                 probe_loss = F.mse_loss(probe(z.detach()).float(), batch.action)
                 loss = loss + args.probe_weight * probe_loss
                 logs["probe"] = probe_loss.detach()
@@ -448,6 +449,8 @@ def train(
         after_update(model)
         meter.add(loss, logs)
         step += 1
+        if stage == "lam" and step in (args.probe_at or ()):
+            meter.probe(partial(encode, args=args), input_fields(args))
 
         save = step % args.checkpoint_every == 0 or step == updates or stop_requested()
         if step % args.log_every == 0 or save:
@@ -472,7 +475,7 @@ def main(args: Args) -> None:
         return
 
     torch.manual_seed(args.seed)
-    size, action_dim = train_set.image_size, train_set.action_dim
+    size, action_dim = train_set.image_size, max(train_set.action_dim, 1)  # recorded videos may have no actions
     policy = Encoder(3 * 3, args.policy_scale, size, args.latent_dim)
     decoder = ActionDecoder(args.latent_dim, args.decoder_dim, action_dim)
     probe, policy_probe = (nn.Linear(args.latent_dim, action_dim) for _ in range(2))
@@ -486,7 +489,7 @@ def main(args: Args) -> None:
         model = LatentActionModel(args, size, action_dim).apply(orthogonal_init).to(memory_format=torch.channels_last)
     model.move_target(rate=1.0)  # it starts as the encoder
     untrained = copy.deepcopy(model).eval()  # the control of the probe
-    sampler = LabelledSampler(train_set, labelled, args.batch_size, max_offset=args.max_offset, **options)
+    sampler = LabelledSampler(train_set, labelled, args.batch_size, max_offset=train_set.max_offset(args), **options)
     updates = updates_for(args.lam_epochs, args.lam_updates, sampler)
     move_target = partial(LatentActionModel.move_target, rate=args.target_rate)
     train(run, args, "lam", model, lam_loss, sampler, updates, args.lam_lr, args.lam_clip, probe, move_target)
@@ -499,12 +502,11 @@ def main(args: Args) -> None:
     encode_with = partial(encode, args=args)
     windows = {"batch_size": args.batch_size, "device": device, "max_offset": 1, "fields": input_fields(args)}
     latents = evaluation.table(run, "latents", partial(encode_with, model), train_set, train_set.transitions, **windows)
-    probed = evaluation.probe(run, encode_with, model, untrained, latents, train_set, test_set, **windows)
+    probed = evaluation.probe(run, encode_with, model, untrained, latents, **windows)
 
     networks = {"lam": model} | dict(model.named_children())
-    about = {"train_set": train_set, "test_set": test_set, "labelled": labelled, "drawn": drawn}
     if args.stages == "lam":
-        evaluation.write_result(run, probed, [], networks, **about)
+        evaluation.write_result(run, probed, [], networks, labelled, drawn)
         return
 
     # Stage 2: the latent policy clones the latent actions from the current frames.
@@ -544,13 +546,14 @@ def main(args: Args) -> None:
         train(run, args, stage, decoders[num_labels], decoder_loss, rows_sampler, updates, rate, args.decoder_clip)
         decoders[num_labels].eval()
 
-    # Evaluation: the decoded policies on held-out backgrounds.
+    # Evaluation: the decoded policies on held-out backgrounds, or on held-out videos.
     def act(frames: Tensor, decoder: nn.Module) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             return decoder(predict_latents(policy, frames))
 
-    decoded = evaluation.evaluate(run, args, act, decoders, distractors, train_set, test_set, device)
-    evaluation.write_result(run, probed, decoded, networks | {"policy": policy, "decoder": decoder}, **about)
+    decoded = evaluation.evaluate(run, act, decoders, distractors, device)
+    networks |= {"policy": policy, "decoder": decoder}
+    evaluation.write_result(run, probed, decoded, networks, labelled, drawn)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,14 @@ command to resume. Several GPUs share the work: run it once on each.
 --import reads DIR/<env>/<split>/<render>/00000.npy, (frames, height, width), or a folder 00000/ of one-channel PNGs in
 the order of their numbers: one per episode, numbered through the split, with a mask for each frame, the last one too.
 Rerun it after masks in DIR have changed.
+
+Datasets of import_data.py need --box, or --boxes FILE with one for each episode; --show-boxes draws them first. Their
+masks in --import may also lie in DIR itself, under the names of the videos: DIR/<name>.npy or DIR/<name>/.
 """
 
 import hashlib
 import itertools
+import json
 import re
 import shlex
 import sys
@@ -26,7 +30,7 @@ import numpy as np
 import tyro
 
 from common import media, pictures, runs, sam, store
-from common.cli import Count, Progress, Range, Stopped, UserError, cli, stop_requested
+from common.cli import Count, Name, Progress, Range, Stopped, UserError, cli, stop_requested
 from common.dataset import Dataset
 from common.shards import DERIVED, Shard, derived_path, read_derived, write_derived
 from common.tasks import TASKS, get_task
@@ -41,12 +45,12 @@ Pixel = Annotated[int, Range(0)]
 
 @dataclass
 class Args:
-    env: Literal[(*TASKS, "all")] = "cheetah-run"
-    """task; all: every task that has a dataset"""
+    env: Name = "cheetah-run"
+    """task, or name of an imported dataset; all: every task that has a dataset"""
     split: Literal["both", "train", "test"] = "both"
     """which splits"""
     render: Literal["both", "clean", "distractor"] = "both"
-    """which renders; both: those that the dataset has"""
+    """which renders; both: those that the dataset has (one, of imported videos)"""
     name: str = "sam"
     """name of the masks: <shard>.<name>.h5, and --mask-source <name> in masklam.py"""
     model: Literal[sam.MODELS] = "tiny"
@@ -57,6 +61,8 @@ class Args:
     """height and width at which SAM sees a frame; 512 is faster, 1024 is what it was trained on"""
     box: tuple[Pixel, Pixel, Pixel, Pixel] | None = None
     """x0 y0 x1 y1 of the agent in an episode's first frame, in pixels; None: the task's, see --show-boxes"""
+    boxes: Path | None = None
+    """JSON file with a box for each episode: {"train": [[x0, y0, x1, y1], ...], "test": [...]}"""
     import_dir: Annotated[Path | None, tyro.conf.arg(name="import")] = None
     """import the masks in this folder instead of running SAM; needs --name"""
     show_boxes: bool = False
@@ -77,7 +83,7 @@ class Job:
 
     dataset: Dataset
     renders: tuple[str, ...]
-    box: tuple[float, float, float, float]
+    boxes: np.ndarray  # (episodes, 4)
     name: str  # of the masks
     settings: dict[str, Any]  # how the masks come about
     paths: dict[tuple[Path, str], list[Path]] = field(default_factory=dict)  # (shard, render) -> episodes in --import
@@ -110,33 +116,69 @@ def open_jobs(args: Args) -> list[Job]:
             if args.render != "both":
                 raise
             dataset = Dataset(args.data_dir, env, split, "clean")  # the same error, or a set of clean frames only
-        renders = [render for render in dataset.plan["renders"] if args.render in ("both", render)]
-        size = dataset.image_size
-        x0, y0, x1, y1 = box = get_task(env).scaled_box(size) if args.box is None else tuple(map(float, args.box))
-        if not (0 <= x0 < x1 <= size and 0 <= y0 < y1 <= size):
-            shown = " ".join(f"{value:g}" for value in box)
-            raise UserError(f"--box {shown} does not lie in the frames of {env}: x0 < x1 and y0 < y1, from 0 to {size}")
+        renders = [
+            render for render in dataset.plan["renders"] if args.render in ("both", render) or dataset.is_recorded
+        ]
+        boxes = read_boxes(args, dataset)
         settings: dict[str, Any] = {"method": "import"}
         if args.import_dir is None:
-            settings = {"method": "sam2.1", "model": args.model, "image_size": args.image_size, "box": list(box)}
-        jobs.append(Job(dataset, tuple(renders), box, args.name, settings))
+            settings = {"method": "sam2.1", "model": args.model, "image_size": args.image_size}
+            settings["box"] = boxes.tolist() if args.boxes else boxes[0].tolist()
+        jobs.append(Job(dataset, tuple(renders), boxes, args.name, settings))
     return jobs
+
+
+def read_boxes(args: Args, dataset: Dataset) -> np.ndarray:
+    """The agent's box in each episode's first frame, float64 (episodes, 4). UserError if one does not lie in it."""
+    size, values, name = dataset.image_size, args.box, "--box"
+    if args.boxes is not None:
+        name = f"--boxes {args.boxes}"
+        try:
+            values = json.loads(args.boxes.read_text(encoding="utf-8"))[dataset.split]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f'{name}: expected {{"train": [[x0, y0, x1, y1], ...], "test": [...]}} ({error!r})'
+            ) from error
+    elif values is None and args.import_dir is not None:
+        values = (0, 0, size, size)  # not used
+    elif values is None and dataset.is_recorded:
+        raise UserError(
+            f"{dataset.folder}: where is the agent? Give --box X0 Y0 X1 Y1, or --boxes FILE; see --show-boxes"
+        )
+    elif values is None:
+        values = get_task(dataset.env).scaled_box(size)
+    try:
+        boxes = np.array(values, np.float64)
+        if args.boxes is None or boxes.shape != (dataset.num_episodes, 4):
+            boxes = np.tile(boxes.reshape(1, 4), (dataset.num_episodes, 1))
+    except ValueError as error:
+        wanted = f"a box of four numbers for each of the {dataset.num_episodes} episodes of the {dataset.split} split"
+        raise UserError(f"{name}: expected {wanted} ({error})") from error
+    x0, y0, x1, y1 = boxes.T
+    inside = (x0 >= 0) & (x0 < x1) & (x1 <= size) & (y0 >= 0) & (y0 < y1) & (y1 <= size)
+    if not inside.all():
+        shown = " ".join(f"{value:g}" for value in boxes[~inside][0])
+        where = f"the frames of {dataset.env}: x0 < x1 and y0 < y1, from 0 to {size}"
+        raise UserError(f"{name} {shown} does not lie in {where}")
+    return boxes
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
 
 
-def scores(masks: np.ndarray, truth: np.ndarray, episode_start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """By episode: mean intersection over union, float64 (N,), and frames without a mask, int64 (N,).
+def scores(masks: np.ndarray, truth: np.ndarray | None, episode_start: np.ndarray) -> dict[str, np.ndarray]:
+    """By episode: `empty`, frames without a mask, int64 (N,), and with a truth `iou`, its mean, float64 (N,).
 
     masks, truth: bit-packed uint8 (T, H W / 8), equal where both are empty. episode_start: int64 (N + 1,).
     """
+    starts, lengths = episode_start[:-1], np.diff(episode_start)
+    found = {"empty": np.add.reduceat((~masks.any(1)).astype(np.int64), starts)}
+    if truth is None:
+        return found
     shared = np.bitwise_count(masks & truth).sum(1, dtype=np.int64)
     either = np.bitwise_count(masks | truth).sum(1, dtype=np.int64)
     iou = np.where(either > 0, shared / np.maximum(either, 1), 1.0)
-    empty = (~masks.any(1)).astype(np.int64)
-    starts, lengths = episode_start[:-1], np.diff(episode_start)
-    return np.add.reduceat(iou, starts) / lengths, np.add.reduceat(empty, starts)
+    return found | {"iou": np.add.reduceat(iou, starts) / lengths}
 
 
 def finished(job: Job, shard: Shard, announce: bool = False) -> dict[str, np.ndarray]:
@@ -175,6 +217,7 @@ def command(args: Args, env: str) -> str:
             words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     words += ["--checkpoint", "FILE"] if args.checkpoint else []
     words += ["--box", *map(str, args.box)] if args.box else []
+    words += ["--boxes", "FILE"] if args.boxes else []
     return " ".join(words)
 
 
@@ -187,8 +230,8 @@ def make(args: Args, places: dict[Path, tuple[Job, Shard]], segment: Segment | N
         for render in job.renders:
             if f"{render}/mask" not in arrays:  # one that is complete stays, so that trainings that use it can resume
                 masks = segment(job, shard, render, progress)
-                iou, empty = scores(masks, shard.arrays[f"{render}/mask"], shard.episode_start)
-                arrays |= {f"{render}/mask": masks, f"{render}/iou": iou, f"{render}/empty": empty}
+                found = scores(masks, shard.arrays.get(f"{render}/mask"), shard.episode_start)
+                arrays |= {f"{render}/{name}": value for name, value in ({"mask": masks} | found).items()}
         write_derived(shard, args.name, arrays, job.settings, command(args, job.dataset.env))
 
     total = sum(missing_frames(*place) for place in places.values())
@@ -215,7 +258,9 @@ def load_sam(args: Args, jobs: list[Job]) -> Segment:
     def segment(job: Job, shard: Shard, render: str, progress: Frames) -> np.ndarray:
         episodes = np.split(shard.arrays[f"{render}/observation"], shard.episode_start[1:-1])
         batch = args.batch_episodes or (8 if device.type == "cuda" else 1)
-        return np.concatenate(sam.segment_episodes(predictor, episodes, job.box, batch, progress.update))
+        before = sum(earlier.num_episodes for earlier in job.dataset.shards[: job.dataset.shards.index(shard)])
+        boxes = job.boxes[before : before + len(episodes)]
+        return np.concatenate(sam.segment_episodes(predictor, episodes, boxes, batch, progress.update))
 
     return segment
 
@@ -238,6 +283,22 @@ def episode_paths(folder: Path, episodes: int) -> list[Path]:
             f"--import: {folder} needs 00000.npy or a folder 00000 of PNGs for each of {episodes} episodes; "
             f"{len(missing)} missing: {missing[:3]}, {len(extra)} too many: {extra[:3]}"
         )
+    return paths
+
+
+def named_paths(folder: Path, sources: list[str]) -> list[Path]:
+    """The files (.npy) or folders of masks that are named like the videos `sources`. UserError if one is missing."""
+    if len(set(sources)) < len(sources):
+        raise UserError(
+            "--import: the videos were cut into several episodes each; number the masks by episode, see --help"
+        )
+    paths = []
+    for source in sources:
+        names = (source, Path(source).stem)
+        found = [folder / f"{name}.npy" for name in names] + [folder / name for name in names]
+        paths += [path for path in found if path.is_dir() or path.is_file()][:1]
+        if not paths or paths[-1] not in found:
+            raise UserError(f"--import: {folder} has no {names[1]}.npy and no folder {names[1]} for {source}")
     return paths
 
 
@@ -280,7 +341,10 @@ def check_import(args: Args, jobs: list[Job]) -> Segment:
     with Frames("checking", sum(job.dataset.num_frames * len(job.renders) for job in jobs), "frames") as progress:
         for job, render in [(each, render) for each in jobs for render in each.renders]:
             folder = args.import_dir / job.dataset.env / job.dataset.split / render
-            paths = iter(episode_paths(folder, job.dataset.num_episodes))
+            if job.dataset.is_recorded and not folder.is_dir():
+                paths = iter(named_paths(args.import_dir, job.dataset.episode_values("source")))
+            else:
+                paths = iter(episode_paths(folder, job.dataset.num_episodes))
             agent_seen = False
             for shard in job.dataset.shards:
                 job.paths[shard.path, render] = list(itertools.islice(paths, shard.num_episodes))
@@ -301,16 +365,26 @@ def unpack(packed: np.ndarray, size: int) -> np.ndarray:
 
 
 def picture_row(dataset: Dataset, index: np.ndarray, masks: np.ndarray) -> np.ndarray:
-    """Frames among `index` (N,): the simulator's masks outlined in green, `masks`, bool (N, H, W), in magenta."""
+    """Frames among `index` (N,): the set's own masks outlined in green, `masks`, bool (N, H, W), in magenta."""
     some = np.linspace(0, len(index) - 1, min(COLUMNS, len(index))).round().astype(int)
     zoom = max(1, round(192 / dataset.image_size))
-    truth = unpack(dataset.masks(index[some]), dataset.image_size)
-    images = pictures.outline(dataset.frames(index[some]), truth, zoom, pictures.TRUTH)
-    return pictures.outline(images, masks[some].repeat(zoom, 1).repeat(zoom, 2), 1)
+    images = dataset.frames(index[some]).repeat(zoom, 1).repeat(zoom, 2)
+    for each, color in ((truth_of(dataset, index[some]), pictures.TRUTH), (masks[some], pictures.OUTLINE)):
+        images = pictures.outline(images, each.repeat(zoom, 1).repeat(zoom, 2), 1, color)
+    return images
+
+
+def truth_of(dataset: Dataset, index: np.ndarray) -> np.ndarray:
+    """The set's own masks at frames `index` (N,), bool (N, H, W); empty where it has none."""
+    size = dataset.image_size
+    return unpack(dataset.masks(index), size) if dataset.has_masks else np.zeros((len(index), size, size), bool)
 
 
 def report(job: Job) -> None:
-    """Prints how the masks of a split compare with the simulator's, and writes it as JSON and as a contact sheet."""
+    """Prints how the masks of a split are, also beside its own if it has any; writes that as JSON and a contact sheet.
+
+    Worst are the episodes that agree least with the set's own masks, or that have the most frames without a mask.
+    """
     dataset = job.dataset
     files = [read_derived(shard, job.name) for shard in dataset.shards]
     lengths = np.diff(dataset.episode_start)
@@ -318,64 +392,63 @@ def report(job: Job) -> None:
     settings = files[0].attributes["settings"]
     summary: dict[str, Any] = {"name": job.name, "settings": settings, "dataset": dataset.hash, "renders": {}}
     for render in job.renders:
-        iou = np.concatenate([file.arrays[f"{render}/iou"] for file in files])
         empty = np.concatenate([file.arrays[f"{render}/empty"] for file in files])
-        order = np.argsort(iou, kind="stable")
-        mean = float(np.average(iou, weights=lengths))
         empty_share = float(empty.sum() / lengths.sum())
-        suspicious = [episode for episode in order if iou[episode] < LOW or empty[episode]]
-        print(
-            f"{dataset.folder}, {render}: mIoU {mean:.3f} over {lengths.sum():,} frames, episodes from {iou.min():.3f} "
-            f"to {iou.max():.3f} (median {np.median(iou):.3f}); empty masks {empty_share:.2%}; "
-            f"{len(suspicious)} episodes below {LOW} or with empty masks"
-        )
-        print(f"  worst episodes: {', '.join(f'{episode} ({iou[episode]:.3f})' for episode in order[:SHOWN])}")
+        quality, what_it_is, agreement = 1 - empty / lengths, "frames with a mask", {}
+        line = f"{dataset.folder}, {render}: empty masks {empty_share:.2%} of {lengths.sum():,} frames"
+        if dataset.has_masks:
+            quality = np.concatenate([file.arrays[f"{render}/iou"] for file in files])
+            what_it_is, mean = "mIoU", float(np.average(quality, weights=lengths))
+            agreement = {"miou": mean, "episode_miou": quality.tolist()}
+            line += (
+                f"; mIoU {mean:.3f}, episodes from {quality.min():.3f} to {quality.max():.3f} "
+                f"(median {np.median(quality):.3f})"
+            )
+        order = np.argsort(quality, kind="stable")
+        suspicious = [episode for episode in order if quality[episode] < LOW or empty[episode]]
+        print(f"{line}; {len(suspicious)} episodes below {LOW} or with empty masks")
+        print(f"  worst episodes: {', '.join(f'{episode} ({quality[episode]:.3f})' for episode in order[:SHOWN])}")
         if empty_share > 0.5:
             print(f"warning: {dataset.folder}, {render}: most masks are empty", file=sys.stderr)
         for episode in suspicious[:SHOWN]:
             print(
-                f"warning: {dataset.folder}, {render}, episode {episode}: mIoU {iou[episode]:.3f}, {empty[episode]} of "
-                f"{lengths[episode]} masks empty",
+                f"warning: {dataset.folder}, {render}, episode {episode}: {what_it_is} {quality[episode]:.3f}, "
+                f"{empty[episode]} of {lengths[episode]} masks empty",
                 file=sys.stderr,
             )
-        summary["renders"][render] = {
-            "miou": mean,
-            "empty_share": empty_share,
-            "episode_miou": iou.tolist(),
-            "episode_empty": empty.tolist(),
-        }
-        simulator, ours = (
-            Dataset(dataset.data_dir, dataset.env, dataset.split, render, source) for source in ("gt", job.name)
-        )
+        summary["renders"][render] = agreement | {"empty_share": empty_share, "episode_empty": empty.tolist()}
+        own, ours = (Dataset(dataset.data_dir, dataset.env, dataset.split, render, name) for name in ("gt", job.name))
         for what, episode in (("worst", order[0]), ("median", order[(len(order) - 1) // 2])):
             index = np.arange(*dataset.episode_start[episode : episode + 2])
-            label = f"{render}, {what}\nepisode {episode}\nmIoU {iou[episode]:.3f}"
-            rows[label] = picture_row(simulator, index, unpack(ours.masks(index), dataset.image_size))
+            label = f"{render}, {what}\nepisode {episode}\n{what_it_is} {quality[episode]:.3f}"
+            rows[label] = picture_row(own, index, unpack(ours.masks(index), dataset.image_size))
     base = dataset.folder.parent / f"{dataset.split}.{job.name}"
     store.write_json(Path(f"{base}.json"), summary)
-    title = f"{dataset.env}, {dataset.split}: masks '{job.name}' (magenta) and the simulator's (green)"
+    title = f"{dataset.env}, {dataset.split}: masks '{job.name}' (magenta) and the set's own (green)"
     print(f"  {base}.json, {pictures.rows(Path(f'{base}.png'), rows, title=title)}")
 
 
 def show_boxes(job: Job) -> None:
-    """Prints how the box fits the agent in first frames, and draws it in some of them."""
+    """Draws the boxes in some first frames, and prints how they fit the agent where the set has masks."""
     rows: dict[str, np.ndarray] = {}
     for render in job.renders:
         dataset = Dataset(job.dataset.data_dir, job.dataset.env, job.dataset.split, render)
         starts, size = dataset.episode_start[:-1], dataset.image_size
-        x0, y0, x1, y1 = (round(value) for value in job.box)
         inside = np.zeros((len(starts), size, size), bool)
-        inside[:, y0:y1, x0:x1] = True
-        agent = unpack(dataset.masks(starts), size)
+        for episode, (x0, y0, x1, y1) in zip(inside, job.boxes.round().astype(int)):
+            episode[y0:y1, x0:x1] = True
+        rows[render] = picture_row(dataset, starts, inside)
+        agent = truth_of(dataset, starts)
         pixels = [np.nonzero(mask) for mask in agent if mask.any()]
+        if not pixels:
+            continue
         boxes = np.array([(x.min(), y.min(), x.max() + 1, y.max() + 1) for y, x in pixels])
         covered = (agent & inside).sum((1, 2)) / np.maximum(agent.sum((1, 2)), 1)
         print(
-            f"{dataset.folder}, {render}, {len(starts)} episodes: box {job.box}; the agent's is "
-            f"{np.median(boxes, 0).tolist()} (median); {covered.mean():.1%} of its pixels are in the box, "
+            f"{dataset.folder}, {render}, {len(starts)} episodes: box {tuple(np.median(job.boxes, 0).tolist())}; the "
+            f"agent's is {np.median(boxes, 0).tolist()} (median); {covered.mean():.1%} of its pixels are in the box, "
             f"at least {covered.min():.1%}"
         )
-        rows[render] = picture_row(dataset, starts, inside)
     title = f"{dataset.env}, {dataset.split}: first frames with the box for SAM (magenta) and the agent (green)"
     print(pictures.rows(dataset.folder.parent / f"{dataset.split}_boxes.png", rows, title=title))
 

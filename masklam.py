@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from common import evaluation, runs
 from common.cli import Count, Name, NotNegative, Positive, Seed, Stopped, cli, env_and_quick, stop_requested
 from common.dataset import Batch, Dataset, Sampler, TensorSampler, normalise, updates_for
-from common.tasks import get_task
+from common.tasks import is_meta_world
 from common.training import Meter, load_training_state, training_state
 
 # isort: split
@@ -38,7 +38,8 @@ from typing import Annotated
 
 from common import pictures
 from common.cli import Range
-from common.masks import attach_mask_blocks, dilate, occlusion, unpack_masks
+from common.masks import attach_mask_blocks, check_masks, dilate, occlusion, unpack_masks
+from common.recorded import transfer
 
 # --- end method ---
 
@@ -46,7 +47,7 @@ from common.masks import attach_mask_blocks, dilate, occlusion, unpack_masks
 @dataclass
 class Args:
     env: str = "cheetah-run"
-    """task to train on; common/tasks.py lists all fourteen"""
+    """task to train on, common/tasks.py lists all fourteen; or the name of a dataset that import_data.py made"""
     seed: Seed = 1
     """seed of the initial weights, the order of the data and the choice of labels"""
     quick: bool = False
@@ -110,6 +111,8 @@ class Args:
     """gray out all but the agent in inputs and target; implies --no-loss-mask --no-mask-channel"""
     max_offset: Count = 10
     """largest k of the frame o_{t+k} that the IDM sees during training"""
+    max_offset_seconds: Positive | None = None
+    """the same in seconds, for recorded videos of a known frame rate"""
     mask_norm: Literal["sample", "batch"] = "sample"
     """divide the masked error by the mask's pixels of each sample (the paper's equation 3), or of the whole batch"""
     mask_dilation: Annotated[int, Range(-3, 3)] = 0
@@ -142,6 +145,8 @@ class Args:
     """mode of torch.compile"""
     log_every: Count = 100
     """updates between two lines of metrics"""
+    probe_at: tuple[Count, ...] | None = None
+    """updates of the latent action model after which its NMSE is measured too"""
     checkpoint_every: Count = 2000
     """updates between two checkpoints"""
     track: bool = False
@@ -171,7 +176,7 @@ def schedule(args: Args, stage: str, step: int, updates: int, epoch: int) -> flo
 def defaults(argv: list[str]) -> Args:
     """The defaults for the --env and --quick on the command line; the remaining arguments override them."""
     env, quick = env_and_quick(argv, Args.env)
-    dmw = get_task(env).suite == "dmw"
+    dmw = is_meta_world(env)
     changes = (DMW if dmw else DCS) | (QUICK if quick else {}) | (QUICK_DMW if dmw and quick else {})
     return replace(Args(), env=env, quick=quick, **changes)
 
@@ -266,10 +271,14 @@ class LatentActionModel(nn.Module):
         seen = window[:, :, : self.channels]
         return self.idm(torch.cat([seen[:, :3], seen[:, -3:]], dim=1).flatten(1, 2))
 
+    def predict(self, window: Tensor, z: Tensor) -> Tensor:
+        """The next frame (B, 3, H, W) after the current stack, window[:, :3]."""
+        return self.fdm(window[:, :3, : self.channels].flatten(1, 2), z)
+
     def forward(self, window: Tensor) -> tuple[Tensor, Tensor]:
         """The predicted next frame (B, 3, H, W) and the latent action."""
         z = self.infer(window)
-        return self.fdm(window[:, :3, : self.channels].flatten(1, 2), z), z
+        return self.predict(window, z), z
 
 
 # --- end method ---
@@ -285,8 +294,9 @@ def open_split(args: Args, split: str) -> Dataset:
     """The data of a split as the method sees it."""
     render = "distractor" if args.distractors else "clean"
     dataset = Dataset(args.data_dir, args.env, split, render, args.mask_source)
+    check_masks(dataset)
     if args.occlusion:  # its box is that of the masks from t-2 to t+10, whatever k is
-        attach_mask_blocks(dataset, "blocks", first=-2, last=max(10, args.max_offset))
+        attach_mask_blocks(dataset, "blocks", first=-2, last=max(10, dataset.max_offset(args)))
     return dataset
 
 
@@ -338,7 +348,8 @@ def draw(run: runs.Run, args: Args, model: LatentActionModel, test_set: Dataset,
         prediction, _ = model(window)
     named = {"o(t)": window[:, 2, :3], "o(t+1)": window[:, 3, :3], "predicted": prediction}
     title = f"{run.script}, {args.env}: held-out transitions"
-    return [pictures.rows(run.dir / "world_model.png", named, window[:, 3, 3:], title)]
+    drawn = [pictures.rows(run.dir / "world_model.png", named, window[:, 3, 3:], title)]
+    return drawn + transfer(run.dir, model, partial(model_inputs, args=args), test_set, input_fields(args), device)
 
 
 # --- end method ---
@@ -382,7 +393,7 @@ def train(
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss, z, logs = loss_fn(model, batch, args)
             logs = {"loss": loss.detach()} | logs
-            if probe is not None:
+            if probe is not None and batch.action.shape[1]:
                 probe_loss = F.mse_loss(probe(z.detach()).float(), batch.action)
                 loss = loss + args.probe_weight * probe_loss
                 logs["probe"] = probe_loss.detach()
@@ -412,6 +423,8 @@ def train(
         after_update(model)
         meter.add(loss, logs)
         step += 1
+        if stage == "lam" and step in (args.probe_at or ()):
+            meter.probe(partial(encode, args=args), input_fields(args))
 
         save = step % args.checkpoint_every == 0 or step == updates or stop_requested()
         if step % args.log_every == 0 or save:
@@ -436,7 +449,7 @@ def main(args: Args) -> None:
         return
 
     torch.manual_seed(args.seed)
-    size, action_dim = train_set.image_size, train_set.action_dim
+    size, action_dim = train_set.image_size, max(train_set.action_dim, 1)  # recorded videos may have no actions
     policy = Encoder(3 * 3, args.policy_scale, size, args.latent_dim)
     decoder = ActionDecoder(args.latent_dim, args.decoder_dim, action_dim)
     probe, policy_probe = (nn.Linear(args.latent_dim, action_dim) for _ in range(2))
@@ -449,7 +462,7 @@ def main(args: Args) -> None:
     model = LatentActionModel(args, size, action_dim).apply(orthogonal_init)
     model.to(device, memory_format=torch.channels_last)
     untrained = copy.deepcopy(model).eval()  # the control of the probe
-    windows = {"max_offset": args.max_offset, "fields": input_fields(args)}
+    windows = {"max_offset": train_set.max_offset(args), "fields": input_fields(args)}
     sampler = Sampler(train_set, args.batch_size, **windows, **options)
     updates = updates_for(args.lam_epochs, args.lam_updates, sampler)
     train(run, args, "lam", model, lam_loss, sampler, updates, args.lam_lr, args.lam_clip, probe)
@@ -462,12 +475,11 @@ def main(args: Args) -> None:
     encode_with = partial(encode, args=args)
     windows = {"batch_size": args.batch_size, "device": device, "max_offset": 1, "fields": input_fields(args)}
     latents = evaluation.table(run, "latents", partial(encode_with, model), train_set, train_set.transitions, **windows)
-    probed = evaluation.probe(run, encode_with, model, untrained, latents, train_set, test_set, **windows)
+    probed = evaluation.probe(run, encode_with, model, untrained, latents, **windows)
 
     networks = {"lam": model} | dict(model.named_children())
-    about = {"train_set": train_set, "test_set": test_set, "labelled": labelled, "drawn": drawn}
     if args.stages == "lam":
-        evaluation.write_result(run, probed, [], networks, **about)
+        evaluation.write_result(run, probed, [], networks, labelled, drawn)
         return
 
     # Stage 2: the latent policy clones the latent actions from the current frames.
@@ -507,13 +519,14 @@ def main(args: Args) -> None:
         train(run, args, stage, decoders[num_labels], decoder_loss, rows_sampler, updates, rate, args.decoder_clip)
         decoders[num_labels].eval()
 
-    # Evaluation: the decoded policies on held-out backgrounds.
+    # Evaluation: the decoded policies on held-out backgrounds, or on held-out videos.
     def act(frames: Tensor, decoder: nn.Module) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             return decoder(predict_latents(policy, frames))
 
-    decoded = evaluation.evaluate(run, args, act, decoders, distractors, train_set, test_set, device)
-    evaluation.write_result(run, probed, decoded, networks | {"policy": policy, "decoder": decoder}, **about)
+    decoded = evaluation.evaluate(run, act, decoders, distractors, device)
+    networks |= {"policy": policy, "decoder": decoder}
+    evaluation.write_result(run, probed, decoded, networks, labelled, drawn)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,10 @@ stages 2 and 3 `main` computes what they need of the whole set, so a small one i
 MFU is the rate of the loss's and its gradients' floating-point operations over a peak: the card's dense bf16 peak, and
 a product of large matrices that is measured here (bf16 on a GPU, float32 on a CPU). What a sampler computes, such as
 LAPO-Slots' features while it learns slots, takes time but is not counted as operations.
+
+--loading measures instead how fast stage 1's batches come from the disk ("cold": the system has forgotten the files)
+and from memory ("hot"), with and without reading ahead; it reads an eighth of the set. --sharing measures how stage 1
+fares beside another process that keeps a core busy, with OMP_WAIT_POLICY=passive and without.
 """
 
 from __future__ import annotations
@@ -21,8 +25,13 @@ import contextlib
 import gc
 import importlib
 import io
+import itertools
+import json
+import os
 import re
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -39,6 +48,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import about, clock
 from common import runs
 from common.cli import Count, NotNegative, UserError, cli
+from common.dataset import READ_AHEAD, Dataset, Sampler
 from common.store import write_json
 
 # Dense bf16 peaks in TFLOP/s from NVIDIA's data sheets, without sparsity; the longest name that fits a card wins.
@@ -72,6 +82,10 @@ class Options:
     """what to measure, by the names in the script's calls of `train`; others are not trained"""
     sweep: bool = False
     """measure --compile and --channels-last on and off, and what the flags ask for a second time at the end"""
+    loading: bool = False
+    """measure how fast batches are read, cold and hot, and nothing else"""
+    sharing: bool = False
+    """measure how stage 1 shares the machine with another process, for both settings of OMP_WAIT_POLICY"""
     channels_last: bool = True
     """memory format of the networks' weights; the scripts use channels_last"""
     windows: Count = 5
@@ -141,6 +155,91 @@ def first_rows(batch: Any, rows: int) -> Any:
     if isinstance(batch, tuple):
         return type(batch)(*(first_rows(value, rows) for value in batch))
     return None if batch is None else batch[:rows]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loading
+
+
+def forget(folder: Path) -> None:
+    """Makes the system drop the files of a folder from memory; what a process has mapped and touched stays."""
+    gc.collect()  # the last reader's maps
+    for path in folder.glob("*.h5"):
+        file = os.open(path, os.O_RDONLY)
+        os.fsync(file)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+
+
+def bytes_from_disk() -> int:
+    """What this process has made the system read from the disk so far."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text(encoding="utf-8").splitlines())
+    return int(lines["read_bytes"])
+
+
+def read_batches(args: Any, dataset: Dataset, fields: tuple[str, ...], read_ahead: int) -> dict[str, float]:
+    """Reads the first eighth of an epoch's batches of stage 1: samples/s, and gigabytes that came from the disk."""
+    start, before = time.perf_counter(), bytes_from_disk()
+    options = {"max_offset": getattr(args, "max_offset", 1), "fields": fields, "device": torch.device("cpu")}
+    sampler = Sampler(dataset, args.batch_size, seed=args.seed, read_ahead=read_ahead, **options)
+    batches = sampler.batches_per_epoch // 8
+    if not batches:
+        raise UserError("--loading reads an eighth of the set, which here is no batch; lower --batch-size")
+    for _ in range(batches):
+        sampler.next()
+    sampler.close()
+    seconds = time.perf_counter() - start
+    return {
+        "samples_per_s": batches * args.batch_size / seconds,
+        "from_disk_gb": (bytes_from_disk() - before) / 1e9,
+    }
+
+
+def measure_loading(args: Any, module: Any) -> list[dict[str, Any]]:
+    """Reads the same batches cold and then hot, in turn without and with reading ahead; an entry for each way."""
+    entries = [{"read_ahead": depth, "state": state} for depth in (0, READ_AHEAD) for state in ("cold", "hot")]
+    for _ in range(args.windows):
+        for depth in (0, READ_AHEAD):
+            forget(args.data_dir / args.env / "train")
+            dataset = module.open_split(args, "train")
+            for entry in (entry for entry in entries if entry["read_ahead"] == depth):
+                for name, value in read_batches(args, dataset, module.input_fields(args), depth).items():
+                    entry.setdefault(f"{name}_windows", []).append(value)
+            del dataset
+    for entry in entries:
+        rates, from_disk = entry["samples_per_s_windows"], statistics.median(entry["from_disk_gb_windows"])
+        entry["samples_per_s"] = statistics.median(rates)
+        print(
+            f"{entry['state']}, {entry['read_ahead']} batches read ahead: {entry['samples_per_s']:,.0f} samples/s "
+            f"({min(rates):,.0f} to {max(rates):,.0f}), {from_disk:.2f} GB from disk",
+            flush=True,
+        )
+    return entries
+
+
+def measure_sharing(args: Any) -> list[dict[str, Any]]:
+    """Speed of stage 1 alone and beside a process that keeps a core busy, for both ways in which threads can wait."""
+    entries = []
+    for busy, policy in itertools.product((False, True), ("active", "passive")):
+        with contextlib.ExitStack() as stack:
+            if busy:
+                stack.callback(subprocess.Popen([sys.executable, "-c", "while True: pass"]).kill)
+            out = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "out.json"
+            command = [sys.executable, "-m", "benchmarks.throughput", *sys.argv[1:]]
+            command += ["--no-sharing", "--trainings", "lam", "--stages", "lam", "--out", str(out)]
+            # "active" is what OpenMP does if nothing is said.
+            environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+            environment |= {"OMP_WAIT_POLICY": policy} if policy == "passive" else {}
+            if subprocess.run(command, env=environment, stdout=subprocess.DEVNULL).returncode:
+                raise UserError("--sharing: the measurement failed as the lines above say")
+            measured = json.loads(out.read_text(encoding="utf-8"))["measurements"][0]
+        entries.append({"busy_process": busy, "waiting": policy, "updates_per_s": 1 / measured["seconds_per_update"]})
+        print(
+            f"{'beside a busy process' if busy else 'alone'}, threads wait {policy}: "
+            f"{entries[-1]['updates_per_s']:.2f} updates/s",
+            flush=True,
+        )
+    return entries
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -284,6 +383,11 @@ def line(entry: dict[str, Any]) -> str:
 def main(args: Any) -> None:
     module, device = importlib.import_module(args.script), runs.choose_device(args.device)
     result: dict[str, Any] = about("benchmarks.throughput", args) | {"complete": False}
+    if args.loading or args.sharing:
+        result["measurements"] = measure_loading(args, module) if args.loading else measure_sharing(args)
+        if args.out is not None:
+            write_json(args.out, result | {"complete": True})
+        return
     result |= {"peaks": measure_peaks(device, args.window_seconds), "measurements": []}
     for name, peak in result["peaks"].items():
         print(f"{name}: {peak['flops_per_s'] / 1e9:,.1f} GFLOP/s ({peak['what']})")

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import mmap
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +28,7 @@ from common.tasks import TASKS
 TRAINING_BYTES = 24 * 2**30  # what training takes at most beside the data: the peak that the paper reports
 NOISE_DIM = 8  # random numbers per sample of a batch
 MAP_CHUNK = 1024  # frames per copy when a whole set is uploaded
+READ_AHEAD = 8  # batches that are read from the disk before they are needed
 
 
 class Dataset:
@@ -70,6 +73,7 @@ class Dataset:
         self._rows = {"frames": [shard.arrays[f"{render}/observation"] for shard in self.shards]}
         self.attached: dict[str, dict[str, Any]] = {}  # of further ones: how they came about, and their hash
         self._resident: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self._mappings: dict[str, list[Any]] = {}  # see `read_ahead`
         self.mask_hash = "gt"  # of the mask files, if they are not the shards' own
         if mask_source != "gt":
             self._open_masks(mask_source)
@@ -182,6 +186,39 @@ class Dataset:
 
     # --- content
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether it was imported from recorded videos, so that no simulator can go on from its frames."""
+        return self.render == "video"
+
+    @property
+    def has_masks(self) -> bool:
+        return "masks" in self._rows
+
+    def with_actions(self) -> Dataset:
+        """The set itself, for a method that learns from true actions. UserError if it has none."""
+        if not self.action_dim:
+            raise UserError(f"{self.folder}: the set has no actions, from which this method learns")
+        return self
+
+    @property
+    def action_unit(self) -> np.ndarray:
+        """float64 (A,): what 1 in the actions of this set is in the units of what it was imported from."""
+        scale = self.plan.get("action_scale")
+        return (np.array(scale["high"]) - scale["low"]) / 2 if scale else np.ones(self.action_dim)
+
+    def max_offset(self, args: Any) -> int:
+        """A script's --max-offset in frames, also if it is given in seconds. UserError if the rate is not known."""
+        if args.max_offset_seconds is None:
+            return args.max_offset
+        if not self.plan.get("fps"):
+            raise UserError(f"--max-offset-seconds: {self.folder} has no frame rate; use --max-offset, in frames")
+        return max(1, round(args.max_offset_seconds * self.plan["fps"]))
+
+    def episode_values(self, name: str) -> list[Any]:
+        """What the shards say of each episode under a name (seed, source, ...), in order."""
+        return [value for shard in self.shards for value in shard.episodes[name]]
+
     def _whole(self, name: str) -> np.ndarray:
         return np.concatenate([shard.arrays[name] for shard in self.shards])
 
@@ -269,11 +306,12 @@ class Dataset:
         return (low + (action + 1) / 2 * (high - low)).astype(np.float32)
 
     def labelled(self, num_labels: int, seed: int) -> np.ndarray:
-        """Exactly `num_labels` transitions, int64 sorted: whole episodes in random order, the last one cut short."""
+        """Exactly `num_labels` transitions, int64 sorted: whole episodes in random order, the last one cut short.
+
+        None of a set without actions.
+        """
         if not self.action_dim:
-            raise UserError(
-                f"{self.folder}: the set has no actions, so there is nothing to label; leave out --num-labels"
-            )
+            return np.empty(0, np.int64)
         if not 0 < num_labels <= self.num_transitions:
             raise UserError(
                 f"{self.folder}: holds {self.num_transitions:,} transitions, so --num-labels {num_labels:,} is not "
@@ -339,6 +377,28 @@ class Dataset:
             # mode="clip" writes straight into `out`; the bounds were checked above
             np.take(parts[number], local, axis=0, out=rows[start:stop], mode="clip")
         return out
+
+    def read_ahead(self, name: str, index: np.ndarray) -> None:
+        """Asks the system to read rows at global frame indices (...,) from the disk, and does not wait for it.
+
+        Copying them later finds them in memory. Otherwise it would wait for the disk at every page, one after the
+        other, since the copying thread must have one to go on to the next.
+        """
+        if name not in self._mappings:
+            self._mappings[name] = [store.mapping(part) for part in self._parts(name)]
+        frames = np.unique(index)
+        first = np.flatnonzero(np.diff(frames, prepend=-2) != 1)  # of each run of neighbours
+        starts, stops = frames[first], frames[np.append(first[1:], len(frames)) - 1] + 1
+        dtype, item = self.row_kind(name)
+        row_bytes = dtype.itemsize * int(np.prod(item))
+        shards = np.searchsorted(self._frame_start, starts, "right") - 1
+        begins, ends = ((frame - self._frame_start[shards]) * row_bytes for frame in (starts, stops))
+        for shard, begin, end in zip(shards.tolist(), begins.tolist(), ends.tolist()):
+            if (mapped := self._mappings[name][shard]) is not None:
+                file, offset = mapped
+                page = (offset + begin) // mmap.PAGESIZE * mmap.PAGESIZE
+                with contextlib.suppress(OSError):  # where it cannot, copying waits for the disk
+                    file.madvise(mmap.MADV_WILLNEED, page, offset + end - page)
 
     def resident(self, name: str, device: torch.device) -> torch.Tensor:
         """All rows of a name as one tensor on `device`, uploaded once: uint8 (T, bytes of a row)."""
@@ -489,7 +549,8 @@ class Sampler:
 
     fields: what batches hold: frames, masks, and at most one name of what was attached to the dataset.
     on_device: keep the whole set on the device (auto: on a GPU, if enough memory is left for training); otherwise a
-    thread gathers one batch ahead from memory-mapped shards. Raises UserError if the set is smaller than a batch.
+    thread gathers one batch ahead from memory-mapped shards, and the disk reads `read_ahead` batches ahead. Raises
+    UserError if the set is smaller than a batch.
     """
 
     def __init__(
@@ -503,6 +564,7 @@ class Sampler:
         fields: tuple[str, ...] = ("frames",),
         indices: np.ndarray | None = None,
         on_device: Literal["auto", "always", "never"] = "auto",
+        read_ahead: int = READ_AHEAD,
     ):
         self.dataset, self.batch_size, self.max_offset, self.seed = dataset, batch_size, max_offset, seed
         self.device, self.fields = torch.device(device), fields
@@ -517,7 +579,8 @@ class Sampler:
         if self.on_device:  # upload here, not in the thread, whose stream would own the memory
             for name in fields:
                 dataset.resident(name, self.device)
-        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
+        self._read_ahead, self._read_until = read_ahead if hasattr(mmap, "MADV_WILLNEED") else 0, 0
+        self._order = functools.lru_cache(maxsize=2)(self._shuffled)  # reading ahead sees the next epoch already
         self._prefetch = _Prefetch(self._load, 0, None, self.device)
 
     @property
@@ -551,11 +614,7 @@ class Sampler:
     def draw(self, position: int) -> tuple[np.ndarray, np.ndarray]:
         """Frames t and offsets k, int64 (B,), of the batch at a position."""
         epoch, batch = divmod(position, self.batches_per_epoch)
-        order = self._order  # read once: the thread and the caller may ask for different epochs
-        if order[0] != epoch:
-            rng = np.random.default_rng(np.random.SeedSequence([self.seed, epoch]))
-            self._order = order = (epoch, rng.permutation(len(self.indices)))
-        rows = order[1][batch * self.batch_size : (batch + 1) * self.batch_size]
+        rows = self._order(epoch)[batch * self.batch_size : (batch + 1) * self.batch_size]
         t = np.sort(self.indices[rows])
         if self.max_offset <= 1:
             return t, np.ones_like(t)
@@ -564,9 +623,23 @@ class Sampler:
         rng = np.random.default_rng(np.random.SeedSequence([self.seed, epoch, 1, batch]))
         return t, rng.integers(1, np.minimum(self.max_offset, ends - 1 - t) + 1)
 
-    def _load(self, position: int) -> Batch:
+    def _shuffled(self, epoch: int) -> np.ndarray:
+        """The order of an epoch, int64 (N,)."""
+        return np.random.default_rng(np.random.SeedSequence([self.seed, epoch])).permutation(len(self.indices))
+
+    def _window(self, position: int) -> tuple[np.ndarray, np.ndarray]:
+        """Frames t (B,) of the batch at a position, and those of its windows (B, F)."""
         t, k = self.draw(position)
-        window = window_index(self.dataset, t, k, max_offset=self.max_offset)
+        return t, window_index(self.dataset, t, k, max_offset=self.max_offset)
+
+    def _load(self, position: int) -> Batch:
+        if not self.on_device:
+            for ahead in range(max(position, self._read_until), position + self._read_ahead):
+                t, window = self._window(ahead)
+                for name in self.fields:
+                    self.dataset.read_ahead(name, window if name in ("frames", "masks") else t)
+            self._read_until = position + self._read_ahead
+        t, window = self._window(position)
         noise_seed = [self.seed, position // self.batches_per_epoch, 2, position % self.batches_per_epoch]
         return _load(self.dataset, t, window, self.device, self.fields, self.on_device, noise_seed)
 

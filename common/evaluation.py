@@ -17,11 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common import pictures, runs
+from common import pictures, recorded, runs
 from common.cli import Progress, Stopped, UserError, stop_requested
 from common.dataset import Batch, Dataset, sequential
 from common.distractors import DistractorConfig, clips_digest
-from common.envs import make_env
 from common.store import atomic_path, write_json
 from common.tasks import Task, get_task
 
@@ -69,7 +68,8 @@ def table(
 
 
 def held_out_batch(test_set: Dataset, device: torch.device, fields: tuple[str, ...], count: int = 8) -> Batch:
-    """Some transitions of the test split, evenly spaced, for pictures."""
+    """Some transitions of the test split, evenly spaced, for pictures; without masks if the set has none."""
+    fields = tuple(name for name in fields if name != "masks" or test_set.has_masks)
     shown = test_set.transitions[:: max(1, test_set.num_transitions // count)][:count]
     return next(sequential(test_set, count, max_offset=1, device=device, fields=fields, indices=shown))
 
@@ -181,8 +181,10 @@ def held_out_distractors(test_set: Dataset, args: Any) -> DistractorConfig:
     Raises:
         UserError: the clips are missing or not the ones that made the test split, or nothing can be rendered.
     """
-    if args.stages == "lam":
+    if args.stages == "lam" or test_set.is_recorded:
         return DistractorConfig()
+    from common.envs import make_env  # only here and in `rollout`: it imports the simulators
+
     config = _distractors(test_set, args.clips_dir)
     env = make_env(
         test_set.env, split="test", renders=(test_set.render,), masks=False, quality=test_set.plan["quality"],
@@ -269,6 +271,8 @@ def rollout(
     Raises:
         Stopped: a signal arrived.
     """
+    from common.envs import make_env
+
     num_envs = min(num_envs, episodes)
     make = partial(
         make_env, task.name, split="test", renders=(render,), masks=False, quality=quality,
@@ -360,24 +364,31 @@ def _log(run: runs.Run, metrics: dict[str, float | None]) -> None:
     run.log("eval", 0, {name: value for name, value in metrics.items() if value is not None})
 
 
+def probe_now(run: runs.Run, encode: Callable[[Batch], Tensor], **windows: Any) -> float:
+    """NMSE of latent actions `encode` (B, d_z) of a batch, from the run's train split to its test split."""
+    pairs = (outputs(encode, split, **windows) for split in (run.train_set, run.test_set))
+    return nmse(*pairs, run.train_set.action_variance)["nmse"]
+
+
 def probe(
     run: runs.Run,
     encode: Callable[[torch.nn.Module, Batch], Tensor],
     model: torch.nn.Module,
     untrained: torch.nn.Module,
     latents: Tensor,
-    train_set: Dataset,
-    test_set: Dataset,
     **windows: Any,
 ) -> dict[str, Any]:
     """`nmse` of a trained model, and as `untrained` that of its control: the same model with its initial weights.
+
+    Saves latent actions of the test split, and for a set of recorded videos those of all its transitions. Empty for a
+    set without actions.
 
     Args:
         encode: a model and a batch to latent actions (B, d_z).
         latents: of the trained model for all transitions of the train split, (N, d_z).
         windows: batch_size, device, max_offset and fields of the batches.
     """
-    variance = train_set.action_variance
+    train_set, test_set = run.train_set, run.test_set
 
     def control() -> float:
         """Computed once for all runs that begin with the same latent actions, since training does not change it."""
@@ -386,16 +397,22 @@ def probe(
         begin = json.dumps(data, sort_keys=True).encode() + first.cpu().numpy().tobytes()
         path = Path(run.args.runs_dir) / "controls" / f"{run.args.env}-{hashlib.sha256(begin).hexdigest()[:16]}.json"
         if not path.exists():
-            sets = [outputs(partial(encode, untrained), split, **windows) for split in (train_set, test_set)]
-            write_json(path, nmse(*sets, variance)["nmse"])
+            write_json(path, probe_now(run, partial(encode, untrained), **windows))
         return json.loads(path.read_text(encoding="utf-8"))
 
     def compute() -> dict[str, Any]:
+        held_out = outputs(partial(encode, model), test_set, **windows)
+        if test_set.is_recorded:
+            held_out = list(held_out)
+            for split, z in ((train_set, latents), (test_set, torch.cat([z for z, _ in held_out]).cpu())):
+                recorded.save_latents(run.dir / "latents", split, z)
+        if not train_set.action_dim:
+            return {}
         actions = torch.from_numpy(train_set.action[train_set.transitions].clip(-1, 1))
         fitted_on = zip(latents.split(65536), actions.split(65536))
         step = -(-test_set.num_transitions // LATENTS_KEPT)
-        held_out = outputs(partial(encode, model), test_set, **windows)
-        trained = nmse(fitted_on, saved_on_the_way(held_out, run.dir / "latents.npz", step), variance)
+        held_out = saved_on_the_way(held_out, run.dir / "latents.npz", step)
+        trained = nmse(fitted_on, held_out, train_set.action_variance)
         probed = trained | {"untrained": control()}
         _log(run, {"eval/nmse": probed["nmse"], "eval/nmse_untrained": probed["untrained"]})
         print(f"NMSE {probed['nmse']:.4f}, untrained {probed['untrained']:.4f}", flush=True)
@@ -406,44 +423,54 @@ def probe(
 
 def evaluate(
     run: runs.Run,
-    args: Any,
     act: Callable[[Tensor, torch.nn.Module], Tensor],
     decoders: dict[int, torch.nn.Module],
     distractors: DistractorConfig,
-    train_set: Dataset,
-    test_set: Dataset,
     device: torch.device,
 ) -> list[dict[str, Any]]:
-    """Rolls out the policy with each decoder in turn; what was rolled out before is not repeated.
+    """Rolls out the policy with each decoder in turn; on recorded videos, compares its actions with those recorded.
+
+    What was evaluated before is not repeated.
 
     Args:
         act: uint8 frames (N, 3, H, W, 3), the newest last, and a decoder to actions (N, A).
         decoders: label budget -> the decoder that was trained with it.
         distractors: of the evaluation, see `held_out_distractors`.
 
-    Returns for each decoder ``num_labels``, ``normalised_paper``, ``normalised_dataset`` and what `rollout` gives.
+    Returns for each decoder ``num_labels`` and what `rollout` and `normalised_score` give, or `recorded.open_loop`.
     """
-    task, result = get_task(args.env), run.dir / "result.json"
+    args, train_set, test_set, result = run.args, run.train_set, run.test_set, run.dir / "result.json"
+
+    def evaluate_decoder(decoder: torch.nn.Module, num_labels: int) -> dict[str, Any]:
+        policy = partial(act, decoder=decoder)
+        if test_set.is_recorded:
+            labelled = train_set.labelled(num_labels, args.seed)
+            errors = recorded.open_loop(
+                policy, labelled, train_set, test_set, batch_size=args.batch_size, device=device
+            )
+            print(", ".join(f"{name} {error:.4f}" for name, error in errors["errors"].items()), flush=True)
+            return errors
+        task = get_task(args.env)
+        rolled = rollout(
+            policy,
+            task,
+            test_set.render,
+            distractors,
+            test_set.plan["quality"],
+            episodes=args.eval_episodes,
+            num_envs=args.eval_envs,
+            device=device,
+            image_size=test_set.image_size,
+            max_steps=args.eval_steps,
+        )
+        return normalised_score(rolled, task, train_set) | rolled
+
     earlier = json.loads(result.read_text(encoding="utf-8"))["decoders"] if result.exists() else []
     decoded = {entry["num_labels"]: entry for entry in earlier}  # of a run that gets further budgets
     for num_labels in sorted(decoders.keys() - decoded.keys()):
-        decoder = decoders[num_labels]
-        rolled = run.once(
-            runs.of_budget("rollout", num_labels, args),
-            lambda decoder=decoder: rollout(
-                lambda frames: act(frames, decoder),
-                task,
-                test_set.render,
-                distractors,
-                test_set.plan["quality"],
-                episodes=args.eval_episodes,
-                num_envs=args.eval_envs,
-                device=device,
-                image_size=test_set.image_size,
-                max_steps=args.eval_steps,
-            ),
-        )
-        decoded[num_labels] = {"num_labels": num_labels} | normalised_score(rolled, task, train_set) | rolled
+        stage = runs.of_budget("open_loop" if test_set.is_recorded else "rollout", num_labels, args)
+        evaluated = run.once(stage, partial(evaluate_decoder, decoders[num_labels], num_labels))
+        decoded[num_labels] = {"num_labels": num_labels} | evaluated
     return [decoded[num_labels] for num_labels in sorted(decoded)]
 
 
@@ -452,8 +479,6 @@ def write_result(
     probed: dict[str, Any],
     decoded: list[dict[str, Any]],
     networks: dict[str, torch.nn.Module],
-    train_set: Dataset,
-    test_set: Dataset,
     labelled: np.ndarray,
     drawn: list[Path],
 ) -> None:
@@ -465,31 +490,36 @@ def write_result(
         labelled: global indices of the labelled transitions.
         drawn: the pictures of the run.
     """
-    metrics = {"eval/nmse": probed["nmse"], "eval/nmse_untrained": probed["untrained"]}
-    if decoded:
-        best = decoded[-1]
-        scores = {
+    metrics = {"eval/nmse": probed["nmse"], "eval/nmse_untrained": probed["untrained"]} if probed else {}
+    best = decoded[-1] if decoded else {}
+    if "errors" in best:
+        metrics |= {f"eval/open_loop_{name}": error for name, error in best["errors"].items()}
+    elif best:
+        metrics |= {
             "eval/return": best["return_mean"],
             "eval/return_std": best["return_std"],
             "eval/normalised_paper": best["normalised_paper"],
             "eval/normalised_dataset": best["normalised_dataset"],
         }
         if "success_rate" in best:
-            scores["eval/success_rate"] = best["success_rate"]
-        metrics |= scores
+            metrics["eval/success_rate"] = best["success_rate"]
     _log(run, metrics)
-    drawn = [*drawn, pictures.curves(run.dir / "curves.png", run.read_metrics())]
-    episodes, counts = np.unique(train_set.episode_of_frame[labelled], return_counts=True)
+    drawn = [
+        *drawn,
+        *sorted(run.dir.glob("latents/*.png")),
+        pictures.curves(run.dir / "curves.png", run.read_metrics()),
+    ]
+    episodes, counts = np.unique(run.train_set.episode_of_frame[labelled], return_counts=True)
     run.write_result(
         metrics,
         parameters={
             name: sum(weight.numel() for weight in network.parameters() if weight.requires_grad)
             for name, network in networks.items()
         },
-        nmse_per_dimension=probed["per_dimension"],
+        nmse_per_dimension=probed.get("per_dimension"),
         decoders=decoded,
         labelled_transitions=len(labelled),
         labelled_episodes=dict(zip(episodes.tolist(), counts.tolist())),  # episode: how many of its first transitions
-        dataset={split.split: split.summary() for split in (train_set, test_set)},
+        dataset={split.split: split.summary() for split in (run.train_set, run.test_set)},
         pictures=[str(path) for path in drawn],
     )

@@ -1,13 +1,15 @@
 """Masks on the device: unpacked from bits, grown or shrunk, and hidden behind a rectangle."""
 
 import hashlib
+import sys
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.dataset import Dataset
+from common.cli import UserError
+from common.dataset import Batch, Dataset
 
 
 def unpack_masks(packed: Tensor, height: int, width: int) -> Tensor:
@@ -15,6 +17,24 @@ def unpack_masks(packed: Tensor, height: int, width: int) -> Tensor:
     shift = torch.arange(7, -1, -1, dtype=torch.uint8, device=packed.device)
     bits = (packed.unsqueeze(-1) >> shift) & 1
     return bits.view(*packed.shape[:-1], 1, height, width).float()
+
+
+def next_masks(batch: Batch) -> Tensor | None:
+    """The masks of o_{t+1} in a batch, (B, 1, H, W), for outlines in pictures; None if it has no masks."""
+    return None if batch.masks is None else unpack_masks(batch.masks[:, 3], *batch.frames.shape[2:4])
+
+
+def check_masks(dataset: Dataset) -> None:
+    """Raises UserError if a set has no masks, or only empty ones, with which a masked loss learns nothing.
+
+    Warns if most are empty. Looks at some thousand masks, evenly spaced.
+    """
+    empty = ~dataset.masks(np.arange(0, dataset.num_frames, -(-dataset.num_frames // 4096))).any(axis=1)
+    which = f"{dataset.folder}: masks '{dataset.mask_source}' of the {dataset.render} render"
+    if empty.all():
+        raise UserError(f"{which} are all empty, so there is nothing to learn from; look at them, or take others")
+    if empty.mean() > 0.5:
+        print(f"warning: {which}: {empty.mean():.0%} are empty", file=sys.stderr, flush=True)
 
 
 def attach_mask_blocks(dataset: Dataset, name: str, first: int, last: int) -> None:

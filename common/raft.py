@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import re
 import shlex
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -118,8 +121,9 @@ def optical_flow(raft: nn.Module, frames: Tensor, following: Tensor, iterations:
     large = max(128, -(-size // 8) * 8)
     pair = torch.stack([frames, following]).flatten(0, 1).movedim(-1, 1).float() / 127.5 - 1
     pair = F.interpolate(pair, size=(large, large), mode="bilinear").chunk(2)
-    flow = F.interpolate(raft(*pair, num_flow_updates=iterations)[-1], size=(size, size), mode="area") * (size / large)
-    return flow.movedim(1, -1).half()
+    with torch.autocast(frames.device.type, torch.bfloat16, enabled=frames.device.type == "cuda"):
+        flow = raft(*pair, num_flow_updates=iterations)[-1].float()
+    return (F.interpolate(flow, size=(size, size), mode="area") * (size / large)).movedim(1, -1).half()
 
 
 def flow_picture(flow: Tensor, scale: float) -> Tensor:
@@ -134,13 +138,15 @@ def flow_picture(flow: Tensor, scale: float) -> Tensor:
     return value[:, None] * (1 - value[:, None] * torch.minimum(shade, 4 - shade).clamp(0, 1))
 
 
-def attach_flow(dataset: Dataset, args: Any, device: torch.device) -> float:
+def attach_flow(dataset: Dataset, args: Any, device: torch.device, threads: int | None = None) -> float:
     """Attaches the flow from each frame to the next as `raft`; the last frame of an episode has none, so it gets zeros.
 
     It lies as <render>/flow in <shard>.raft.h5. Files that are missing are made first, together with other processes
     that do the same; those of another version of their shard are made again. Returns the seconds that it took.
 
     args: laof.py's; raft (large or small), raft_checkpoint and raft_iterations decide what the flow is.
+    threads: files that are made side by side, so that one is read or written while another is computed; None: 2 on a
+    GPU, 1 on a CPU, which has no time to spare.
 
     Raises UserError for files that were made with other settings, and Stopped at a signal; complete files stay.
     """
@@ -148,7 +154,6 @@ def attach_flow(dataset: Dataset, args: Any, device: torch.device) -> float:
     shards = {derived_path(shard.path, "raft"): shard for shard in dataset.shards}
     settings: dict[str, Any] = {"raft": args.raft, "iterations": args.raft_iterations}
     model: nn.Module | None = None
-    progress: Progress | None = None
     reported: set[Path] = set()
 
     def load() -> None:
@@ -180,18 +185,12 @@ def attach_flow(dataset: Dataset, args: Any, device: torch.device) -> float:
         stored = read(path)
         return stored is None or name not in stored.arrays
 
-    def make(path: Path) -> None:
-        nonlocal progress
-        if model is None:
-            load()
-        if progress is None:
-            missing = sum(shard.frames for path, shard in shards.items() if is_missing(path))
-            progress = Progress(f"flow {dataset.env} {dataset.split}", missing, "frames")
+    def make(path: Path, model: nn.Module) -> None:
         stored = read(path)
         arrays = {} if stored is None else {key: np.array(array) for key, array in stored.arrays.items()}
-        write_derived(shards[path], "raft", arrays | {name: compute(shards[path], progress)}, settings)
+        write_derived(shards[path], "raft", arrays | {name: compute(shards[path], model)}, settings)
 
-    def compute(shard: Shard, progress: Progress) -> np.ndarray:
+    def compute(shard: Shard, model: nn.Module) -> np.ndarray:
         frames, ends = shard.arrays[f"{dataset.render}/observation"], shard.episode_start[1:] - 1
         flow = np.zeros((*frames.shape[:3], 2), np.float16)
         batch = 64 if device.type == "cuda" else 8
@@ -210,9 +209,18 @@ def attach_flow(dataset: Dataset, args: Any, device: torch.device) -> float:
 
     if args.raft_checkpoint is not None:  # so that flow of other weights is refused, also where nothing is missing
         load()
-    store.fill(lambda: shards, is_missing, make)
-    if progress is not None:
-        progress.close()
+    if missing := sum(shard.frames for path, shard in shards.items() if is_missing(path)):
+        if model is None:
+            load()
+        threads = threads or (2 if device.type == "cuda" else 1)
+        with (
+            Progress(f"flow {dataset.env} {dataset.split}", missing, "frames") as progress,
+            ThreadPoolExecutor(threads, thread_name_prefix="flow") as pool,
+        ):
+            # Threads share the files as processes do; each has a network, which keeps what it computes in itself.
+            makers = [partial(make, model=copy.deepcopy(model)) for _ in range(threads)]
+            for filled in [pool.submit(store.fill, lambda: shards, is_missing, maker) for maker in makers]:
+                filled.result()
     files = [read_derived(shard, "raft") for shard in dataset.shards]
     digest = hashlib.sha256("".join(file.array_hash(name) for file in files).encode()).hexdigest()
     settings = files[0].attributes["settings"]

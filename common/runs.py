@@ -118,7 +118,7 @@ def peak_memory_gib(device: Any) -> float:
 # Fields that may differ between two commands that continue one run: they change neither data nor method. (Compiled code
 # rounds differently; the kind of device is part of a run's identity.) So may paths: what they hold is known by hashes.
 RUNTIME_FIELDS = frozenset(
-    "stages variant device data_on_gpu eval_envs compile compile_mode log_every checkpoint_every "
+    "stages variant device data_on_gpu eval_envs compile compile_mode log_every probe_at checkpoint_every "
     "track wandb_project".split()
 )
 LONGEST_NAME = 180  # of a variant, in characters
@@ -146,7 +146,7 @@ def variant_name(args: Any, default: Any) -> str:
     for field in dataclasses.fields(args):
         value, usual = getattr(args, field.name), getattr(default, field.name)
         if field.name == "num_labels":
-            value, usual = max(value), max(usual)
+            value, usual = max(value, default=max(usual)), max(usual)
         if is_runtime(field) or field.name in ("env", "seed", "quick") or value == usual:
             continue
         name = field.name.replace("_", "-")
@@ -173,12 +173,14 @@ def is_finished(run_dir: Path, args: Any) -> bool:
     if not path.exists():
         return False
     try:
-        decoders = json.loads(path.read_text(encoding="utf-8"))["decoders"]
+        result = json.loads(path.read_text(encoding="utf-8"))
+        decoders, stages = result["decoders"], result["stages"]
     except json.JSONDecodeError:
         raise UserError(f"{path} is damaged; remove it and rerun the command to make it again") from None
     except KeyError:
         raise UserError(f"{run_dir} is of an earlier version, which does not resume; choose --variant") from None
-    return args.stages == "lam" or {decoder["num_labels"] for decoder in decoders} >= set(args.num_labels)
+    budgets = {decoder["num_labels"] for decoder in decoders}
+    return args.stages == "lam" or ("policy" in stages and budgets >= set(args.num_labels))
 
 
 class Run:
@@ -206,6 +208,7 @@ class Run:
         for leftover in self.dir.rglob(".*.part*"):  # of a process that was killed while it wrote
             leftover.unlink()
         self._check_args()
+        self.train_set = self.test_set = None  # see `open`
         self.about: dict[str, Any] = {}  # what a method adds to the result
         self.costs: dict[str, dict[str, float]] = {}  # seconds and more of each stage
         self.commit, self.versions = git_commit(), versions()
@@ -225,9 +228,10 @@ class Run:
                 f"the frames of {train_set.folder} have {train_set.image_size} pixels, those of {test_set.folder} "
                 f"{test_set.image_size}: make one of them again with make_dataset.py"
             )
-        task = get_task(args.env)
-        if args.eval_steps is not None and args.eval_steps > task.max_steps:
-            raise UserError(f"--eval-steps is {args.eval_steps}, but {task.name} ends after {task.max_steps} steps")
+        if not train_set.is_recorded and (args.eval_steps or 0) > (steps := get_task(args.env).max_steps):
+            raise UserError(f"--eval-steps is {args.eval_steps}, but {args.env} ends after {steps} steps")
+        if not train_set.action_dim:
+            args.num_labels = ()  # the run ends after the latent policy
         identity = {
             "train_hash": train_set.hash,
             "test_hash": test_set.hash,
@@ -236,6 +240,7 @@ class Run:
         }
         default = defaults([f"--env={args.env}", *(["--quick"] if args.quick else [])])
         run = cls(args, script, variant_name(args, default), identity)
+        run.train_set, run.test_set = train_set, test_set
         print(f"{script}: {run.dir} on {device}, {train_set.num_transitions:,} transitions for training", flush=True)
         if run.is_finished():
             shutil.rmtree(run.dir / "tables", ignore_errors=True)
@@ -260,7 +265,8 @@ class Run:
             new |= {key: value for key, value in old.items() if key.endswith("_hash") and key not in new}
             runtime = {field.name for field in dataclasses.fields(self.args) if is_runtime(field)}
             lines = differences(old, new | {key: old.get(key) for key in (*runtime, "num_labels")})
-            if max(old["num_labels"]) != max(new["num_labels"]):  # of which the latent action model may depend
+            largest = [max(values["num_labels"], default=0) for values in (old, new)]
+            if largest[0] != largest[1]:  # the latent action model may depend on it
                 lines.append(f"num_labels: {old['num_labels']} -> {new['num_labels']}")
             if lines:
                 raise UserError(

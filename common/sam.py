@@ -119,20 +119,18 @@ class Tracker:
     the pointers of the last fifteen) nothing older is kept.
 
     Args:
-        box: (x0, y0, x1, y1) in pixels of the frames, the same for every video.
+        boxes: (x0, y0, x1, y1) in pixels of the frames, one for each video or the same for all.
         size: height and width of the frames.
         batch: number of videos.
         num_frames: of the longest video. The model scales time by it below its 16 pointers, so shorter videos must all
             have the same length.
     """
 
-    def __init__(
-        self, predictor: nn.Module, box: Sequence[float], size: tuple[int, int], batch: int, num_frames: int
-    ) -> None:
+    def __init__(self, predictor: nn.Module, boxes: Any, size: tuple[int, int], batch: int, num_frames: int) -> None:
         self.predictor, self.size, self.num_frames, self.frame = predictor, size, num_frames, 0
         self.memory: dict[str, dict[int, dict[str, Any]]] = {"cond_frame_outputs": {}, "non_cond_frame_outputs": {}}
         scale = torch.tensor([size[1], size[0]])
-        corners = torch.tensor(box, dtype=torch.float32).view(1, 2, 2) / scale * predictor.image_size
+        corners = torch.as_tensor(np.asarray(boxes), dtype=torch.float32).view(-1, 2, 2) / scale * predictor.image_size
         self._prompt = {  # a box is two points with labels of their own
             "point_coords": corners.expand(batch, 2, 2).to(predictor.device),
             "point_labels": torch.tensor([[2, 3]], dtype=torch.int32).expand(batch, 2).to(predictor.device),
@@ -192,15 +190,15 @@ def group_episodes(lengths: Sequence[int], batch: int, pointers: int) -> list[li
 def segment_episodes(
     predictor: nn.Module,
     episodes: Sequence[np.ndarray],
-    box: Sequence[float],
+    boxes: Any,
     batch: int,
     tick: Callable[[int], None] = lambda frames: None,
 ) -> list[np.ndarray]:
-    """Masks of the object in `box` in every frame of every episode.
+    """Masks of the object in its box in every frame of every episode.
 
     Args:
         episodes: uint8 (L, H, W, 3) each, of one size; memory maps are read frame by frame.
-        box: (x0, y0, x1, y1) in pixels, in the first frames.
+        boxes: (x0, y0, x1, y1) in pixels, in the first frames; or one for each episode, (N, 4).
         batch: episodes that run side by side.
         tick: called after every step with the number of frames; an exception from it ends the work.
 
@@ -209,9 +207,10 @@ def segment_episodes(
     lengths = [len(episode) for episode in episodes]
     height, width = episodes[0].shape[1:3]
     masks: dict[int, np.ndarray] = {}
+    boxes = np.broadcast_to(boxes, (len(episodes), 4))
     for group in group_episodes(lengths, batch, predictor.max_obj_ptrs_in_encoder):
         longest = lengths[group[0]]
-        tracker = Tracker(predictor, box, (height, width), len(group), longest)
+        tracker = Tracker(predictor, boxes[group], (height, width), len(group), longest)
         # Masks stay on the device until the group is done, so that no step waits for a copy.
         inside = torch.zeros(len(group), longest, height, width, dtype=torch.bool, device=predictor.device)
         alive = len(group)

@@ -234,6 +234,16 @@ def read(path: Path) -> StoredFile:
         raise Damaged(f"{path}: {reason}") from error
 
 
+def mapping(array: np.ndarray) -> tuple[mmap.mmap, int] | None:
+    """The mapped file that an array of a StoredFile lies in, and at which byte; None for an array in memory."""
+    mapped: Any = array
+    while isinstance(mapped, (np.ndarray, memoryview)):
+        mapped = mapped.base if isinstance(mapped, np.ndarray) else mapped.obj
+    if not isinstance(mapped, mmap.mmap):
+        return None
+    return mapped, array.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
+
+
 def verify(stored: StoredFile, names: Iterable[str] | None = None) -> None:
     """Reads arrays, by default all, and compares them with their hashes. Raises Damaged."""
     # The episodes' starts come first: the pieces of the other arrays follow from them.

@@ -80,3 +80,8 @@ def get_task(name: str) -> Task:
     close = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.4)
     hint = f"; did you mean {close[0]!r}?" if close else "."
     raise UserError(f"unknown task {name!r}{hint} Tasks: {', '.join(TASKS)}")
+
+
+def is_meta_world(name: str) -> bool:
+    """Whether a dataset's name is that of a Meta-World task."""
+    return name in TASKS and TASKS[name].suite == "dmw"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from common import evaluation
 from common.cli import Progress
+from common.dataset import Batch
 from common.runs import Run, peak_memory_gib, reset_peak_memory
 
 
@@ -60,6 +64,21 @@ class Meter:
         self.run.log(self.stage, self.step, values)
         self.progress.update(count, f"loss {values[f'{self.stage}/loss']:.4f}")
         self._sums, self.last_step, self.last_time = {}, self.step, now
+
+    def probe(self, encode: Callable[[nn.Module, Batch], Tensor], fields: tuple[str, ...]) -> None:
+        """Logs the NMSE of the model as it is now; the time that it takes is not the stage's.
+
+        encode: the model and a batch, which has `fields`, to latent actions (B, d_z).
+        """
+        start = time.monotonic()
+        windows = {"batch_size": self.run.args.batch_size, "device": self._first_bad.device, "fields": fields}
+        self.model.eval()
+        nmse = evaluation.probe_now(self.run, partial(encode, self.model), max_offset=1, **windows)
+        self.model.train()
+        self.run.log(self.stage, self.step, {f"{self.stage}/nmse": nmse})
+        print(f"NMSE {nmse:.4f} after update {self.step:,}", flush=True)
+        elapsed = time.monotonic() - start
+        self._start, self.last_time = self._start + elapsed, self.last_time + elapsed
 
     def seconds(self) -> float:
         """How long the stage has been trained, also before it was resumed."""

@@ -1,11 +1,12 @@
 """A planted data set: a square that goes where the action says, over a background that moves by itself."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from common.distractors import DistractorConfig, clips_digest
-from common.shards import frame_schema, write_shard
+from common.shards import frame_schema, read_shard, shard_paths, write_shard
 from common.tasks import get_task
 
 
@@ -109,4 +110,26 @@ def write(
             whole = {name: np.concatenate([arrays[name] for arrays in rolled]) for name in frame_schema(plan)}
             whole["episode_start"] = np.cumsum([0] + [len(arrays["action"]) for arrays in rolled])
             write_shard(folder / f"{shard:05d}.h5", plan, whole, {"seed": part.tolist()})
+    return data_dir
+
+
+def write_recorded(data_dir: Path, *, actions: bool = True, masks: bool = True, **options: Any) -> Path:
+    """Writes a planted set, `own`, as import_data.py writes recorded videos. options: as for `write`."""
+    simulated = write(data_dir / "simulated", **options) / "cheetah-run"
+    for split in ("train", "test"):
+        (data_dir / "own" / split).mkdir(parents=True)
+        for path in shard_paths(simulated / split):
+            shard = read_shard(path)
+            plan = shard.plan | {"env": "own", "renders": ["video"], "state_dim": 0, "quality": None, "fps": 10.0}
+            plan |= {"expert": None, "distractors": None, "reward": False, "masks": masks, "source": {"kind": "videos"}}
+            if not actions:
+                plan["action_dim"] = 0
+            else:
+                ones = np.ones(plan["action_dim"])
+                plan["action_scale"] = {"low": (-3 * ones).tolist(), "high": (3 * ones).tolist(), "names": None}
+            arrays = {name.replace("distractor/", "video/"): array for name, array in shard.arrays.items()}
+            kept = {name: arrays[name] for name in (*frame_schema(plan), "episode_start")}
+            sources = [f"{split}{number}.mp4" for number in range(shard.num_episodes)]
+            episodes = {"source": sources, "start_seconds": [0.5] * len(sources)}
+            write_shard(data_dir / "own" / split / path.name, plan, kept, episodes)
     return data_dir

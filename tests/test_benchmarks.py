@@ -54,6 +54,20 @@ def test_throughput(script, planted_dir, tmp_path):
         assert entry["mfu"] == {"matmul": pytest.approx(needed / peak)} and needed > 0
 
 
+def test_loading(planted_dir, tmp_path):
+    out = tmp_path / "loading.json"
+    flags = ["--quick", "--batch-size", "4", "--data-dir", str(planted_dir), "--device", "cpu", "--out", str(out)]
+    throughput.main(arguments("--script", "masklam", "--loading", *flags, "--windows", "2"))
+    record = json.loads(out.read_text())
+    check_head(record, "benchmarks.throughput")
+    ways = [(entry["read_ahead"], entry["state"]) for entry in record["measurements"]]
+    assert record["complete"] and ways == [(0, "cold"), (0, "hot"), (8, "cold"), (8, "hot")]
+    for entry in record["measurements"]:
+        assert len(entry["samples_per_s_windows"]) == 2 and entry["samples_per_s"] > 0
+        # A file system in memory has no disk to read from.
+        assert all(count == 0 for count in entry["from_disk_gb_windows"]) or entry["state"] == "cold"
+
+
 def test_timed_loop_sees_fresh_batches_then_one_repeated():
     class Counter:
         batch_size, count = 8, 0

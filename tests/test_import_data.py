@@ -85,8 +85,7 @@ def test_a_set_may_lack_anything_but_frames(tmp_path, absent, changes):
     assert sampler.next().action.shape == (2, dataset.action_dim)
     sampler.close()
     if absent == "action":
-        with pytest.raises(UserError, match="the set has no actions"):
-            dataset.labelled(2, seed=0)
+        assert len(dataset.labelled(2, seed=0)) == 0
     if absent == "video/mask":
         command = r"make_masks\.py --env own --data-dir"
         with pytest.raises(UserError, match=f"the set has no masks; make them .* --mask-source: python {command}"):

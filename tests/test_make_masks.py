@@ -111,10 +111,10 @@ def test_mask_files_hold_what_the_tracker_gives(complete, checkpoint, capsys):
     assert stored.about["command"] == "python make_masks.py --env cheetah-run --image-size 128 --checkpoint FILE"
     episodes = np.split(shard.arrays["distractor/observation"], [5])
     masks = np.concatenate(sam.segment_episodes(predictor, episodes, settings["box"], 1))
-    iou, empty = make_masks.scores(masks, shard.arrays["distractor/mask"], shard.episode_start)
-    for name, expected in (("mask", masks), ("iou", iou), ("empty", empty)):
+    found = make_masks.scores(masks, shard.arrays["distractor/mask"], shard.episode_start)
+    for name, expected in ({"mask": masks} | found).items():
         assert np.array_equal(stored.arrays[f"distractor/{name}"], expected)
-    assert 0 < iou.min() and iou.max() < 1
+    assert 0 < found["iou"].min() and found["iou"].max() < 1
     dataset = Dataset(complete, "cheetah-run", "train", "distractor", "sam")
     dataset.verify()
     assert dataset.summary()["mask_source"] == "sam" and len(dataset.summary()["mask_hash"]) == 64
@@ -122,6 +122,28 @@ def test_mask_files_hold_what_the_tracker_gives(complete, checkpoint, capsys):
     make(complete, render="distractor")  # again, without weights
     assert "masks 'sam' are complete" in capsys.readouterr().out
     assert before == {path: path.stat().st_mtime_ns for path in complete.rglob("*.sam.h5")}
+
+
+def test_recorded_videos_need_a_box_and_may_have_one_for_each_episode(tmp_path, checkpoint):
+    data = planted.write_recorded(tmp_path, masks=False, train=2, test=2, length=2)
+    boxes = {"train": [[0, 0, 8, 8], [10, 12, 30, 28]], "test": [5, 5, 20, 20]}
+    (tmp_path / "boxes.json").write_text(json.dumps(boxes))
+    args = {"env": "own", "checkpoint": checkpoint}
+    with pytest.raises(UserError, match=r"where is the agent\? Give --box"):
+        make(data, **args)
+    make(data, boxes=tmp_path / "boxes.json", **args)
+    predictor = sam.load_predictor("tiny", sam.read_checkpoint(checkpoint)[0], 128, torch.device("cpu"))
+    for split, expected in (("train", boxes["train"]), ("test", [boxes["test"]] * 2)):
+        dataset = Dataset(data, "own", split, mask_source="sam")
+        for episode, box in enumerate(expected):
+            index = np.arange(*dataset.episode_start[episode : episode + 2])
+            masks = sam.segment_episodes(predictor, [dataset.frames(index)], box, 1)[0]
+            assert np.array_equal(dataset.masks(index), masks), (split, episode)
+        report = json.loads((data / f"own/{split}.sam.json").read_text())["renders"]["video"]
+        assert report.keys() == {"empty_share", "episode_empty"} and (data / f"own/{split}.sam.png").exists()
+    (tmp_path / "boxes.json").write_text(json.dumps(boxes | {"train": [[0, 0, 8, 8]] * 3}))
+    with pytest.raises(UserError, match="a box of four numbers for each of the 2 episodes of the train split"):
+        make(data, boxes=tmp_path / "boxes.json", name="other", **args)
 
 
 def test_a_second_render_is_added_to_the_first(masked, checkpoint):
@@ -334,7 +356,8 @@ def test_scores_of_empty_and_perfect_masks():
     masks[1] = 0  # no mask
     masks[2] = 0b11000000  # half of it
     masks[3] = 0b11111111  # twice as much
-    iou, empty = make_masks.scores(masks, truth, np.array([0, 2, 5]))
+    found = make_masks.scores(masks, truth, np.array([0, 2, 5]))
+    iou, empty = found["iou"], found["empty"]
     assert iou.tolist() == [0.5, pytest.approx((0.5 + 0.5 + 1) / 3)] and empty.tolist() == [1, 1]
 
 

@@ -77,7 +77,8 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def losses(directory: Path) -> list[tuple[str, int, float]]:
-    return [(line["stage"], line["step"], line.get(f"{line['stage']}/loss")) for line in metrics(directory)]
+    lines = [line for line in metrics(directory) if "lam/nmse" not in line]
+    return [(line["stage"], line["step"], line.get(f"{line['stage']}/loss")) for line in lines]
 
 
 def check_same(directory: Path, reference: Path) -> None:
@@ -355,9 +356,13 @@ def test_a_damaged_or_lost_stage_is_named(tmp_path: Path) -> None:
 
 
 def test_further_stages_and_budgets_of_a_finished_run(whole_run: Whole, data_dir: Path, tmp_path: Path) -> None:
-    """Only what is missing is trained and rolled out; the result is that of a run with all of it from the start."""
+    """Only what is missing is trained and rolled out; the result is that of a run with all of it from the start.
+
+    Probing on the way changes nothing, and at the end of the stage gives what the probe after it gives.
+    """
     directory, results, written = run_dir("masklam", tmp_path), [], []
-    for changes in ({"num_labels": (20,), "stages": "lam"}, {"num_labels": (20,)}, {}, {"num_labels": (20,)}):
+    first = {"num_labels": (20,), "stages": "lam", "probe_at": (3, UPDATES["lam"])}
+    for changes in (first, {"num_labels": (20,)}, {}, {"num_labels": (20,)}):
         done = finish("masklam", data_dir, tmp_path, **changes)
         assert done.returncode == 0, done.stderr
         assert not written or "masklam lam:" not in done.stderr
@@ -368,6 +373,9 @@ def test_further_stages_and_budgets_of_a_finished_run(whole_run: Whole, data_dir
     assert results[0]["metrics"] == {name: results[1]["metrics"][name] for name in ("eval/nmse", "eval/nmse_untrained")}
     assert results[2]["decoders"][1:] == results[1]["decoders"] and results[0]["decoders"] == []
     assert results[2]["metrics"] == results[1]["metrics"] and results[3] == results[2]
+    probed = {line["step"]: line["lam/nmse"] for line in metrics(directory) if "lam/nmse" in line}
+    assert probed.keys() == {3, UPDATES["lam"]} and probed[3] != probed[UPDATES["lam"]]
+    assert probed[UPDATES["lam"]] == pytest.approx(results[0]["metrics"]["eval/nmse"], rel=1e-6)
     assert "finished before" in done.stdout  # fewer budgets than it has
     check_same(directory, whole_run("masklam"))
 

@@ -1,0 +1,112 @@
+"""Write the latent actions that a finished run infers in a dataset, also in one that it was not trained on.
+
+    python export_latents.py runs/masklam/mine/default/seed1 --data others
+
+For each split of data/others, in runs/masklam/mine/default/seed1/latents/others: <split>.npz with `z`, `episode`,
+`frame` and, of imported videos, `source` and `seconds` of all transitions, and <split>.png, principal components over
+time. Of models that predict pixels also transfer.png and .gif, one episode's latent actions applied to another's frame.
+"""
+
+import importlib
+import json
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+
+from common import evaluation, recorded, runs
+from common.cli import Count, Name, Progress, UserError, cli
+from common.dataset import Dataset
+
+
+@dataclass
+class Args:
+    run: Annotated[Path, tyro.conf.Positional] = Path()
+    """directory of a finished run, which ends in seed1 or the like"""
+    data: Name = ""
+    """name of the dataset; empty: that of the run"""
+    data_dir: Path | None = None
+    """folder of the datasets; None: that of the run"""
+    mask_source: Name = ""
+    """masks that a model sees which sees masks, by name; empty: those of the run's name"""
+    split: Literal["both", "train", "test"] = "both"
+    """which splits"""
+    batch_size: Count = 512
+    """transitions at a time"""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """where the model runs; auto takes the GPU if there is one"""
+
+
+def load_run(folder: Path, device: torch.device) -> tuple[Any, Any, torch.nn.Module, int]:
+    """The script's module, the run's arguments, its trained latent action model, and the frames' size in pixels.
+
+    Raises UserError if the folder holds no finished run of a method script.
+    """
+    try:
+        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        state = torch.load(folder / "lam.pt", map_location="cpu", weights_only=True)
+        script, values, plan = result["script"], result["args"], result["dataset"]["train"]["plan"]
+    except FileNotFoundError as error:
+        raise UserError(f"{error.filename} is missing: name the directory of a finished run, as .../seed1") from error
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise UserError(f"{folder}: its result or its model cannot be read ({error!r:.200})") from error
+    if script not in runs.method_scripts():
+        raise UserError(f"{folder}: a run of {script}.py, which is not here beside export_latents.py")
+    module = importlib.import_module(script)
+    default = module.defaults([f"--env={values['env']}", *(["--quick"] if values["quick"] else [])])
+    known = {}
+    for field in fields(default):
+        value = values.get(field.name, getattr(default, field.name))
+        if runs.is_runtime(field):  # folders and the like
+            value = None if value is None else Path(value) if "Path" in str(field.type) else value
+        known[field.name] = tuple(value) if isinstance(value, list) else value
+    args = type(default)(**known)
+    model = module.LatentActionModel(args, plan["image_size"], plan["action_dim"])
+    model.load_state_dict(state["model"])
+    return module, args, model.to(device, memory_format=torch.channels_last).eval(), plan["image_size"]
+
+
+def export(args: Args, dataset: Dataset, module: Any, run_args: Any, model: torch.nn.Module, folder: Path) -> None:
+    """Writes the files of a split and prints where they are."""
+    device, seen = next(model.parameters()).device, module.input_fields(run_args)
+    windows = {"batch_size": args.batch_size, "device": device, "max_offset": 1, "fields": seen}
+    latents = []
+    with Progress(f"latents {dataset.env} {dataset.split}", dataset.num_transitions, "transitions") as progress:
+        for z, _ in evaluation.outputs(partial(module.encode, model, args=run_args), dataset, **windows):
+            latents.append(z.cpu())
+            progress.update(len(z))
+    drawn = recorded.save_latents(folder, dataset, torch.cat(latents))
+    if dataset.split == "test" and hasattr(model, "predict"):
+        inputs = partial(module.model_inputs, args=run_args)
+        drawn += recorded.transfer(folder, model, inputs, dataset, seen, device)
+    print(f"{folder / dataset.split}.npz, {', '.join(str(path) for path in drawn)}")
+
+
+def main(args: Args) -> None:
+    device = runs.choose_device(args.device)
+    module, run_args, model, size = load_run(args.run, device)
+    if "frames" not in module.input_fields(run_args):
+        raise UserError(f"{args.run}: {module.__name__}.py does not see frames but slots, which only its own run has")
+    changes = {"env": args.data or run_args.env, "data_dir": args.data_dir or run_args.data_dir}
+    if args.mask_source:
+        if not hasattr(run_args, "mask_source"):
+            raise UserError(f"--mask-source: the model of {module.__name__}.py does not see masks")
+        changes["mask_source"] = args.mask_source
+    run_args = replace(run_args, **changes)
+    splits = ("train", "test") if args.split == "both" else (args.split,)
+    datasets = [module.open_split(run_args, split) for split in splits]
+    for dataset in datasets:
+        if dataset.image_size != size:
+            raise UserError(
+                f"{dataset.folder}: frames of {dataset.image_size} pixels; the model was trained on {size} pixels, so "
+                f"import or make the dataset in that size"
+            )
+    for dataset in datasets:
+        export(args, dataset, module, run_args, model, args.run / "latents" / changes["env"])
+
+
+if __name__ == "__main__":
+    cli(main, Args())
