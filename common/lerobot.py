@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from common import media
-from common.cli import UserError
+from common.cli import Progress, UserError
 from common.recordings import CORES, Recording, Source, frame_times, read_rows
 
 
@@ -35,7 +35,7 @@ def read_information(root: Path) -> dict[str, Any]:
         lacking = {"codebase_version", "fps", "features"} - information.keys()
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{path}: no description of a LeRobot dataset ({error}); copy the dataset again") from error
-    if lacking or not re.match(r"v[23]\.", information["codebase_version"]):
+    if lacking or not re.match(r"v[23]\.", str(information["codebase_version"])):
         what = f"lacks {', '.join(sorted(lacking))}" if lacking else f"format {information['codebase_version']}"
         raise UserError(f"{path}: {what}; the formats v2.1 and v3.0 can be read")
     return information
@@ -54,7 +54,7 @@ def locate(place: str, camera: str | None) -> tuple[Path, str]:
 
 def choose_camera(root: Path, features: dict[str, Any], camera: str | None) -> str:
     """The feature that holds the frames: the one that was asked for, or the only one of type video or image."""
-    cameras = [name for name, feature in features.items() if feature["dtype"] in ("video", "image")]
+    cameras = [name for name, feature in features.items() if feature.get("dtype") in ("video", "image")]
     if camera in cameras or (camera is None and len(cameras) == 1):
         return camera or cameras[0]
     problem = f"no camera {camera}" if camera else f"{len(cameras)} cameras"
@@ -137,7 +137,8 @@ def read_lerobot(source: Source, camera: str, action: str | None, episodes: rang
     parts = list(read_rows(source, sorted(root.glob("data/**/*.parquet")), keys | indices))
     if not parts:
         raise UserError(f"{root / 'data'}: holds no tables that can be read; copy the dataset again")
-    rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    with media.readable(root / "data", "tables of one kind"):
+        rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     order = np.lexsort((rows["frame"][:, 0], rows["episode"][:, 0]))
     rows = {name: values[order] for name, values in rows.items()}
     ends: dict[str, int] = defaultdict(int)  # the frames that each video must have
@@ -146,7 +147,8 @@ def read_lerobot(source: Source, camera: str, action: str | None, episodes: rang
 
     wanted = {number: listed[number] for number in sorted(listed) if number in episodes}
     files = {file for file, _, _ in wanted.values()} if source.skip_bad and not in_tables else set()
-    with ThreadPoolExecutor(CORES) as pool:  # decoding is ffmpeg's work
+    # Decoding is ffmpeg's work.
+    with ThreadPoolExecutor(CORES) as pool, Progress(str(root), len(wanted), "recordings") as progress:
         checks = {file: pool.submit(_check_video, root, file, ends[file]) for file in files}
         for number, (file, first, length) in wanted.items():
             with source.checked():
@@ -165,6 +167,7 @@ def read_lerobot(source: Source, camera: str, action: str | None, episodes: rang
                     checks[file].result()
                 seconds = np.arange(length) / fps
                 source.recordings.append(Recording(f"episode {number}", place, seconds, tables, row_of))
+            progress.update()
 
 
 def _flat(names: Any) -> list[str]:

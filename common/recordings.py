@@ -102,7 +102,7 @@ class Source:
     """Files, and what a reader found in them."""
 
     root: Path
-    skip_bad: bool = False
+    skip_bad: bool | None = None  # None where the user has no such choice
     files: list[str] = field(default_factory=list)  # relative to root
     frames: list[int | None] = field(default_factory=list)  # that each file must have, None: any number
     columns: dict[str, str] = field(default_factory=dict)  # array of a shard -> column with pictures; empty for videos
@@ -126,7 +126,8 @@ class Source:
             yield
         except UserError as error:
             if not self.skip_bad:
-                raise UserError(f"{error}; or leave out what is bad with --skip-bad") from error
+                hint = "" if self.skip_bad is None else "; or leave out what is bad with --skip-bad"
+                raise UserError(f"{error}{hint}") from error
             self.skipped.append(str(error))
 
     def pictures(self, place: np.ndarray, last: np.ndarray, masks: Path | None) -> Iterator[dict[str, np.ndarray]]:
@@ -284,7 +285,7 @@ def read_videos(source: Source, masks: Path | None, actions: Path | None) -> Non
     if len(set(stems)) < len(stems):
         raise UserError(f"{source.root}: two episodes are called {max(stems, key=stems.count)}; rename one")
     pool = ThreadPoolExecutor(CORES)  # decoding is ffmpeg's work
-    jobs = [pool.submit(frame_times, path, source.skip_bad) for path in paths]
+    jobs = [pool.submit(frame_times, path, decode=bool(source.skip_bad)) for path in paths]
     progress = Progress(str(source.root), len(paths), "recordings")
     try:
         for path, stem, job in zip(paths, stems, jobs):
@@ -386,7 +387,8 @@ def split_episodes(groups: list[list[Recording]], share: float, seed: int) -> tu
 
 def one_hot(source: Source) -> bool:
     """Whether the actions are categories, one column of integers; turns them into vectors of zeros and ones."""
-    columns = [recording.tables["action"] for recording in source.recordings if "action" in recording.tables]
+    with_actions = [recording for recording in source.recordings if "action" in recording.tables]
+    columns = [recording.tables["action"][: len(recording.place) - 1] for recording in with_actions]
     if not columns or any(column.dtype.kind == "f" or column.shape[1] != 1 for column in columns):
         return False
     categories = np.unique(np.concatenate(columns))
@@ -394,7 +396,7 @@ def one_hot(source: Source) -> bool:
         raise UserError(
             f"the actions are {len(categories)} different integers; store them as floats if they are numbers"
         )
-    for recording in source.recordings:
+    for recording in with_actions:
         recording.tables["action"] = (recording.tables["action"] == categories).astype(np.float64)
     source.action_names = [str(category) for category in categories]
     print(f"actions: {len(categories)} categories, stored one-hot")
