@@ -42,7 +42,7 @@ class Args:
 
 
 def arm_masks(frames: np.ndarray) -> np.ndarray:
-    """Bool (T, H, W): what has the arm's colours in uint8 frames (T, H, W, 3) and differs from their median over time."""
+    """Bool (T, H, W): what has the arm's colours and moves in uint8 frames (T, H, W, 3) of a still camera."""
     values = frames.astype(np.int16)
     moved = abs(values - np.median(values, axis=0)).max(-1) > MOVED
     arm = moved & ((values.max(-1) < DARK) | (values[..., 2] - values[..., 0] >= BLUE))
@@ -72,7 +72,7 @@ def main(args: Args) -> None:
             clips = load_clips(config, get_task("reach"), split, size)
         with Progress(f"{args.env} {split}", dataset.num_episodes, "episodes") as progress:
             for episode, (first, end) in enumerate(zip(dataset.episode_start, dataset.episode_start[1:])):
-                index, name = np.arange(first, end), f"{split}-{episode:05d}"
+                index, name = np.arange(first, end), f"{split}{episode:05d}"
                 frames = dataset.frames(index)
                 if args.backgrounds is None:
                     path = args.out / args.env / split / "video" / f"{episode:05d}.npy"
@@ -81,12 +81,12 @@ def main(args: Args) -> None:
                 else:
                     masks = np.unpackbits(dataset.masks(index), axis=1).reshape(-1, size, size).astype(bool)
                     player = BackgroundPlayer(clips, np.random.default_rng([split == "test", episode]))
-                    for folder in ("masks", "actions", f"videos/{name}"):
+                    for folder in ("masks", "actions", f"videos/{split}/{name}"):
                         (args.out / folder).mkdir(parents=True, exist_ok=True)
                     np.save(args.out / "masks" / f"{name}.npy", masks)
                     np.save(args.out / "actions" / f"{name}.npy", dataset.action[index[:-1]])
                     for number, image in enumerate(composite(frames, masks, player)):
-                        Image.fromarray(image).save(args.out / "videos" / name / f"{number:05d}.png")
+                        Image.fromarray(image).save(args.out / "videos" / split / name / f"{number:05d}.png")
                 progress.update()
 
 

@@ -275,10 +275,11 @@ def read_rows(source: Source, paths: Iterable[Path], keys: dict[str, str]) -> It
 
 
 def read_videos(source: Source, masks: Path | None, actions: Path | None) -> None:
-    """Video files and folders of images, an episode each."""
-    paths = [
-        path for path in media.listing(source.root) if path.is_dir() or path.suffix.lower() in media.VIDEO_SUFFIXES
-    ]
+    """Video files and folders of images, an episode each; in the folders train and test, if there are both."""
+    folders = [source.root / split for split in ("train", "test")]
+    split_by_folder = all(folder.is_dir() for folder in folders)
+    listed = [path for folder in (folders if split_by_folder else [source.root]) for path in media.listing(folder)]
+    paths = [path for path in listed if path.is_dir() or path.suffix.lower() in media.VIDEO_SUFFIXES]
     stems = [path.name if path.is_dir() else path.stem for path in paths]
     if not paths:
         raise UserError(f"{source.root}: holds no video files and no folders of images, one for each episode")
@@ -291,7 +292,8 @@ def read_videos(source: Source, masks: Path | None, actions: Path | None) -> Non
         for path, stem, job in zip(paths, stems, jobs):
             with source.checked():
                 count, seconds, size = job.result()
-                recording = Recording(path.name, np.empty((0, 2)), seconds)
+                split = path.parent.name if split_by_folder else None
+                recording = Recording(path.name, np.empty((0, 2)), seconds, split=split)
                 if actions is not None:
                     table, recording.tables["action"], source.action_names = read_table(actions, stem)
                     rows = len(recording.tables["action"])
@@ -370,6 +372,9 @@ def split_episodes(groups: list[list[Recording]], share: float, seed: int) -> tu
 
     At least one episode is in each split; recordings take turns in an order that the seed decides.
     """
+    named = {split: [one for group in groups for one in group if one.split == split] for split in ("train", "test")}
+    if all(named.values()):  # the data say it themselves
+        return named["train"], named["test"]
     total = sum(map(len, groups))
     if total < 2:
         raise UserError(f"{total} episodes of two frames and more; two are needed, one for testing: see --clip-seconds")

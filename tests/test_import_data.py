@@ -282,6 +282,16 @@ def test_clips_of_a_long_video(tmp_path):
     assert plan.attributes["source"]["skipped"] == ["1 episodes of fewer than two frames"]
 
 
+def test_folders_named_train_and_test_are_the_splits(tmp_path):
+    for number, name in enumerate(("train/a", "test/b", "train/c")):
+        (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        write_video(tmp_path / "source" / f"{name}.mp4", 3 + number)
+    run(tmp_path, "videos", tmp_path / "source", "--name", "own", "--size", 16)
+    assert {name: one["split"] for (name, _), one in opened(tmp_path).items()} == {
+        "a.mp4": "train", "c.mp4": "train", "b.mp4": "test"
+    }  # fmt: skip
+
+
 def test_an_episode_larger_than_a_shard_is_refused(tmp_path, clips, monkeypatch):
     monkeypatch.setattr(shards, "SHARD_BYTES", 9 * 16 * 16 * 3)
     with pytest.raises(UserError, match=r"an episode of 10 frames takes .* a shard has at most .* --clip-seconds"):
