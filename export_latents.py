@@ -8,7 +8,6 @@ time. Of models that predict pixels also transfer.png and .gif, one episode's la
 """
 
 import importlib
-import json
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ import tyro
 from common import evaluation, recorded, runs
 from common.cli import Count, Name, Progress, UserError, cli
 from common.dataset import Dataset
+from common.store import read_json
 
 
 @dataclass
@@ -46,8 +46,7 @@ def load_run(folder: Path, device: torch.device) -> tuple[Any, Any, torch.nn.Mod
     Raises UserError if the folder holds no finished run of a method script.
     """
     try:
-        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-        state = torch.load(folder / "lam.pt", map_location="cpu", weights_only=True)
+        result, state = read_json(folder / "result.json"), runs.read_checkpoint(folder / "lam.pt")
         script, values, plan = result["script"], result["args"], result["dataset"]["train"]["plan"]
     except FileNotFoundError as error:
         raise UserError(f"{error.filename} is missing: name the directory of a finished run, as .../seed1") from error

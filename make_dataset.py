@@ -28,7 +28,19 @@ import numpy as np
 import tyro
 
 from common import store
-from common.cli import Count, NotNegative, Progress, Seed, Stopped, UserError, cli, env_and_quick, stop_requested
+from common.cli import (
+    Count,
+    NotNegative,
+    Progress,
+    Seed,
+    Stopped,
+    UserError,
+    checked,
+    cli,
+    env_and_quick,
+    signals_blocked,
+    stop_requested,
+)
 from common.distractors import DistractorConfig, clips_digest
 from common.experts import default_expert, load_expert
 from common.runs import versions
@@ -118,11 +130,10 @@ def default_args(argv: list[str]) -> Args:
     return args
 
 
-def task_args(args: Args, argv: list[str], env: str) -> Args:
+def task_args(argv: list[str], env: str) -> Args:
     """What a command line with `--env all` asks of one task. An expert of the Control Suite is for that suite only."""
     argv = [*argv, "--env", env]  # the last one counts
-    paths = {name: getattr(args, name) for name in ("data_dir", *PATH_FIELDS)}  # those of `args` have ~ expanded
-    one = replace(tyro.cli(Args, args=argv, default=default_args(argv)), **paths)
+    one = checked(tyro.cli(Args, args=argv, default=default_args(argv)))
     if get_task(env).suite == "dmw":
         one = replace(one, expert=default_expert(env), expert_dir=None)
     return one
@@ -305,8 +316,6 @@ def work(connection: Any, counts: Any, worker: int, parent: int, args: Args, spl
 
     counts: frames of each worker; the last entry tells all to stop.
     """
-    # A Ctrl-C reaches all processes of a terminal, a scheduler's signal all of a job; the parent decides.
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
     def stop() -> bool:
         return bool(counts[-1]) or os.getppid() != parent
@@ -319,7 +328,7 @@ def work(connection: Any, counts: Any, worker: int, parent: int, args: Args, spl
     outcome = None
     try:
         make_missing(args, splits, tick, stop)
-    except (UserError, Stopped, OSError) as error:
+    except (UserError, Stopped, OSError, MemoryError) as error:
         outcome = error
     with contextlib.suppress(BrokenPipeError):  # the parent was killed
         connection.send(outcome)
@@ -336,13 +345,15 @@ def make_shards(args: Args, splits: list[Split]) -> None:
     total, there = map(sum, zip(*[split.frames() for split in splits]))
     progress, start = Progress(args.env, total, "frames", there), time.monotonic()
     workers, problem = {}, None
-    for number in range(args.workers):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=work, args=(theirs, counts, number, os.getpid(), args, splits), daemon=True)
-        process.start()
-        theirs.close()  # so that a dead worker ends the pipe
-        workers[ours] = process
     try:
+        for number in range(args.workers):
+            ours, theirs = context.Pipe(duplex=False)
+            words = (theirs, counts, number, os.getpid(), args, splits)
+            process = context.Process(target=work, args=words, daemon=True)
+            with signals_blocked():
+                process.start()
+            theirs.close()  # so that a dead worker ends the pipe
+            workers[ours] = process
         while workers:
             for connection in multiprocessing.connection.wait(list(workers), timeout=0.3):
                 process = workers.pop(connection)
@@ -446,7 +457,7 @@ def main(args: Args, argv: list[str] | None = None) -> None:
 
     argv = sys.argv[1:] if argv is None else argv
     names = SPLITS if args.split == "both" else (args.split,)
-    tasks = [task_args(args, argv, env) for env in TASKS] if args.env == "all" else [args]
+    tasks = [task_args(argv, env) for env in TASKS] if args.env == "all" else [args]
     if args.verify:
         for one, name in itertools.product(tasks, names):
             verify(Dataset(args.data_dir, one.env, name, render=None))

@@ -20,7 +20,7 @@ import torch
 from safetensors.numpy import save
 from torch import nn
 
-from common.cli import Count, NotNegative, Positive, Seed, Stopped, cli, stop_requested
+from common.cli import Count, NotNegative, Positive, Seed, Stopped, UserError, cli, stop_requested
 from common.envs import make_env
 from common.experts import (
     EXPERT_FORMAT_VERSION,
@@ -32,7 +32,7 @@ from common.experts import (
     weights_sha256,
 )
 from common.runs import jsonable, versions
-from common.store import atomic_path
+from common.store import Taken, atomic_path, claim
 from common.tasks import get_task
 
 
@@ -195,9 +195,8 @@ def save_student(path: Path, tensors: dict[str, np.ndarray], metadata: dict) -> 
         Path(temporary).write_bytes(len(encoded).to_bytes(8, "little") + encoded + content[8 + size :])
 
 
-def make_expert(args: Args, env_name: str) -> None:
+def make_expert(args: Args, env_name: str, path: Path) -> None:
     """Distils, evaluates and writes one expert."""
-    path = args.output_dir / f"{env_name}.safetensors"
     teacher = load_expert(env_name, "laom", args.expert_dir)
     env = make_env(env_name, renders=(), max_steps=args.max_steps)
     tensors = distil(args, env, teacher)
@@ -227,7 +226,12 @@ def main(args: Args) -> None:
     torch.set_num_threads(1)  # small matrices gain nothing from more, and the sums keep their order
     for name in LAOM_FILES if args.env == "all" else (args.env,):
         print(f"{name}: {args.rounds} rounds of {args.episodes_per_round} episodes", flush=True)
-        make_expert(args, name)
+        path = args.output_dir / f"{name}.safetensors"
+        try:
+            with claim(path):  # where it cannot be written shows before minutes of training
+                make_expert(args, name, path)
+        except Taken:
+            raise UserError(f"another process makes {path}") from None
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import collections
 import functools
 import itertools
 import json
+import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -518,16 +519,18 @@ def umap_figure(context: Context, env: str) -> Item:
     command = context.command("main-table", "--env", env)
     item = Item(f"umap_{env}", f"UMAP of latent actions, {env}", "Latent space", command)
     item.text = f"Held-out transitions of the first seed; UMAP's seed is {UMAP_SEED}. Colour: the true action."
-    files = {name: run.dir / "latents.npz" for name, run in context.first_runs(env).items()}
-    files = {name: path for name, path in files.items() if path.exists()}
-    if not files:
-        item.missing = f"No run on {env} with latents.npz."
+    latents = {}
+    for name, run in context.first_runs(env).items():
+        try:
+            latents[name] = report.load_latents(run)
+        except UserError as error:
+            item.missing += f"{error}. "
+    if not latents:
+        item.missing = item.missing or f"No run on {env} with latents.npz."
         return item
     columns = min(DIMENSIONS, get_task(env).action_dim)
-    figure, axes = pictures.panels(len(files) * columns, columns, 1.9, 1.9)
-    for line, (name, path) in enumerate(files.items()):
-        with np.load(path) as file:
-            z, action = file["z"], file["action"]
+    figure, axes = pictures.panels(len(latents) * columns, columns, 1.9, 1.9)
+    for line, (name, (z, action)) in enumerate(latents.items()):
         reducer = umap.UMAP(n_neighbors=min(15, len(z) - 1), random_state=UMAP_SEED, n_jobs=1)
         place, size = reducer.fit_transform(z), float(np.clip(6000 / len(z), 1, 12))
         for dimension, axis in enumerate(axes[line * columns : (line + 1) * columns]):
@@ -738,7 +741,7 @@ def own_pictures(context: Context, env: str) -> Iterator[Item]:
     """What methods draw of themselves at the end of a run, of every seed: LAOF's flow, LAPO-Slots' slots."""
     command = context.command("main-table", "--env", env)
     for row, name in itertools.product(context.main, ("flow", "slots")):
-        members = [run for run in row.cells[env, "distractor"].runs if (run.dir / f"{name}.png").exists()]
+        members = [run for run in row.cells[env, "distractor"].runs if os.access(run.dir / f"{name}.png", os.R_OK)]
         if members:
             item = Item(f"{name}_{env}", f"{row.name}: {name}, {env}", "Baselines", command)
             item.text = f"Seeds {', '.join(str(run.seed) for run in members)}."

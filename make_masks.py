@@ -51,7 +51,7 @@ class Args:
     """which splits"""
     render: Literal["both", "clean", "distractor"] = "both"
     """which renders; both: those that the dataset has (one, of imported videos)"""
-    name: str = "sam"
+    name: Name = "sam"
     """name of the masks: <shard>.<name>.h5, and --mask-source <name> in masklam.py"""
     model: Literal[sam.MODELS] = "tiny"
     """size of SAM 2.1's image encoder (hiera)"""

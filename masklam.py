@@ -46,7 +46,7 @@ from common.recorded import transfer
 
 @dataclass
 class Args:
-    env: str = "cheetah-run"
+    env: Name = "cheetah-run"
     """task to train on, common/tasks.py lists all fourteen; or the name of a dataset that import_data.py made"""
     seed: Seed = 1
     """seed of the initial weights, the order of the data and the choice of labels"""
@@ -442,7 +442,7 @@ def train(
 def main(args: Args) -> None:
     device = runs.choose_device(args.device)
     train_set, test_set = open_split(args, "train"), open_split(args, "test")
-    distractors = evaluation.held_out_distractors(test_set, args)  # tried before the first stage, used in the last
+    distractors = evaluation.held_out_distractors(test_set, args, runs.directory(args, Path(__file__).stem, defaults))
     labelled = train_set.labelled(max(args.num_labels), args.seed)
     run = runs.Run.open(args, Path(__file__).stem, defaults, train_set, test_set, device)
     if run.is_finished():

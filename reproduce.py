@@ -15,6 +15,7 @@ Figures find runs by the same table, since a run's folder is named by its experi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -34,7 +35,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from common import runs
-from common.cli import Count, Stopped, UserError, cli, stop_requested
+from common.cli import Count, Stopped, UserError, check_ranges, cli, stop_requested
 from common.dataset import Dataset
 from common.tasks import TASKS, get_task
 
@@ -89,8 +90,8 @@ def parse(script: str, argv: tuple[str, ...]) -> tuple[Any, str]:
         args = tyro.cli(module.Args, default=module.defaults(list(argv)), args=list(argv), console_outputs=False)
     except SystemExit:
         raise UserError(f"{script}.py refuses {shlex.join(argv)}; python {script}.py --help lists its flags") from None
-    base = module.defaults([f"--env={args.env}", *(["--quick"] if args.quick else [])])
-    return args, runs.variant_name(args, base)
+    check_ranges(args)
+    return args, runs.directory(args, script, module.defaults).parent.name
 
 
 @dataclass(frozen=True)
@@ -308,6 +309,13 @@ def field_of(word: str, script: str) -> str | None:
     return next((field for field in (name, name.removeprefix("no_")) if field in fields), None)
 
 
+def is_finished(run_dir: Path, args: Any) -> bool:
+    """Whether a run is finished; one that cannot be read is not: its own command says why, and the others go on."""
+    with contextlib.suppress(UserError, OSError):
+        return runs.is_finished(run_dir, args)
+    return False
+
+
 def planned_run(cell: Cell, seed: int, args: Args) -> RunJob:
     """The job of a cell's run. UserError if its script refuses the command."""
     script, run_dir = cell.method.script, cell.run_dir(args.runs_dir, seed)
@@ -315,7 +323,7 @@ def planned_run(cell: Cell, seed: int, args: Args) -> RunJob:
     words = ["--seed", str(seed), "--data-dir", str(args.data_dir), "--runs-dir", str(args.runs_dir)]
     words += ["--variant", cell.variant] if further else []  # else --set would be part of the name
     # The clips that make the data are those of the evaluation.
-    data = dict(word.removeprefix("--").split("=") for word in flag_words(args.data_set, "--data-set") if "=" in word)
+    data = dict(word.removeprefix("--").partition("=")[::2] for word in flag_words(args.data_set, "--data-set"))
     backgrounds = data.get("backgrounds", "davis")
     clips = data.get("davis-dir") if backgrounds == "davis" else backgrounds
     if clips and backgrounds != "synthetic":
@@ -325,7 +333,7 @@ def planned_run(cell: Cell, seed: int, args: Args) -> RunJob:
     return RunJob(
         name="-".join(run_dir.relative_to(args.runs_dir).parts),
         argv=(f"{script}.py", *argv, *words),
-        done=functools.partial(runs.is_finished, run_dir, run_args),
+        done=functools.partial(is_finished, run_dir, run_args),
         cell=cell,
         args=run_args,
         run_dir=run_dir,
@@ -336,8 +344,6 @@ def plan(args: Args) -> list[RunJob]:
     """The runs of an experiment. Those that experiments share are there once, with the decoders of all of them."""
     for name in args.env:
         get_task(name)
-    if args.seeds < 1:
-        raise UserError(f"--seeds is {args.seeds}, must be at least 1")
     names = list(EXPERIMENTS) if args.experiment == "all" else [args.experiment]
     if args.values and (len(names) > 1 or not EXPERIMENTS[names[0]].flag):
         raise UserError("--values is for one of the sweeps: label-budget, latent-dim, occlusion, mask-dilation")
@@ -415,7 +421,7 @@ def describe(args: Args, jobs: list[Job]) -> str:
     resumed = sum((run.run_dir / "args.json").exists() for run in unfinished)
     finished, new = len(planned) - len(unfinished), len(unfinished) - resumed
     lines = [f"{len(planned)} runs: {finished} finished, {resumed} to resume, {new} to start"]
-    published = json.loads(NUMBERS.read_text())["wall_clock_hours_a100"]
+    published = json.loads(NUMBERS.read_text(encoding="utf-8"))["wall_clock_hours_a100"]
     labels = {method.script: row.split("@")[0] for row, method in METHODS.items()}
     timed = [run.cell for run in unfinished if run.cell.method.script in labels and not args.quick]
     if timed:
@@ -584,7 +590,7 @@ def report(jobs: list[Job], folder: Path) -> None:
     lines = [f"{len(failed)} of {len(jobs)} jobs failed"]
     for job in failed:
         log = folder / f"{job.name}.log"
-        text = log.read_text(errors="replace").rstrip() if log.exists() else "no log"
+        text = log.read_text(encoding="utf-8", errors="replace").rstrip() if log.exists() else "no log"
         lines += ["", f"{job.name} ({job.reason}), log {log}", f"  {job.command}"]
         # Of a progress bar that was printed over itself, only the last state.
         lines += ["  | " + line.rsplit("\r", 1)[-1] for line in text.splitlines()[-LOG_LINES:]]

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from benchmarks import about
-from common.cli import Count, NotNegative, Stopped, cli, stop_requested
+from common.cli import Count, NotNegative, Seed, Stopped, cli, stop_requested
 from common.distractors import DistractorConfig
 from common.envs import make_env
 from common.store import write_json
@@ -50,13 +50,13 @@ class Args:
     """timed windows of each measurement; their median is reported"""
     window_seconds: NotNegative = 2.0
     """shortest time of a window, which holds at least one step"""
-    image_size: int | None = None
+    image_size: Count | None = None
     """height and width of a frame in pixels; None: the task's"""
     backgrounds: str = "synthetic"
     """davis, synthetic, or a folder of clips"""
     davis_dir: Path = Path("data/DAVIS")
     """folder of the DAVIS clips"""
-    seed: int = 1
+    seed: Seed = 1
     """seed of the episodes and the actions"""
     out: Path | None = None
     """also write the measurements to this file, as JSON"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import errno
 import math
@@ -11,7 +12,8 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -43,7 +45,7 @@ class Range:
     def complaint(self, value: float) -> str:
         """Why a value is out of range; empty if it is not."""
         fits = value > self.low if self.above else value >= self.low
-        if fits and value <= self.high and math.isfinite(value):
+        if fits and value <= self.high and abs(value) < math.inf:
             return ""
         if math.isfinite(self.high):
             return f"is {value}, must be from {self.low} to {self.high}"
@@ -59,7 +61,10 @@ class PathComponent:
     def complaint(self, value: str) -> str:
         """Why a value cannot be one; empty if it can."""
         if value in (".", "..") or "/" in value or not value.isprintable():
-            return f"is {value!r}: it becomes the name of a folder or file, so it must not be . or .. or hold a slash"
+            return (
+                f"is {value!r}: it becomes the name of a folder or file, so it must not be . or .. or hold slashes or "
+                "control characters"
+            )
         if len(os.fsencode(value)) > 200:
             return (
                 f"has {len(os.fsencode(value))} bytes, must have at most 200: it becomes the name of a folder or file"
@@ -68,7 +73,7 @@ class PathComponent:
 
 
 Name = Annotated[str, PathComponent()]
-Count = Annotated[int, Range(1)]
+Count = Annotated[int, Range(1, 2**53)]  # a float, with which it is compared, has no larger ones
 Seed = Annotated[int, Range(0, 2**31 - 1)]
 Positive = Annotated[float, Range(0, above=True)]
 NotNegative = Annotated[float, Range(0)]
@@ -96,16 +101,36 @@ def check_ranges(args: Any) -> None:
                 raise UserError(f"--{name.replace('_', '-')} {complaint}")
 
 
+def _with_home(value: Any) -> Any:
+    """A value with ~ at the start of its paths replaced. UserError if that is nobody's home."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_with_home, value))
+    if not isinstance(value, Path) and not (isinstance(value, str) and value.startswith("~/")):
+        return value
+    expanded = os.path.expanduser(value)
+    if expanded.startswith("~"):
+        raise UserError(f"{value}: there is no such home; a folder of this name in the working directory is ./{value}")
+    return type(value)(expanded)
+
+
 def checked(args: Any) -> Any:
-    """`args` with ~ expanded in its paths, after `check_ranges`. UserError also for a value that is empty."""
+    """`args` with ~ expanded in its paths, after `check_ranges`.
+
+    UserError also for a value that is empty, and for a file (or one below it) where a field `..._dir` wants a folder.
+    """
     for word in sys.argv[1:]:
         if word == "" or re.fullmatch(r"--[\w-]+=", word):
             raise UserError(f"{word or 'an argument'} is empty; leave it out, or give it a value")
-    for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
-        if isinstance(value, Path):
-            setattr(args, field.name, value.expanduser())
+        if re.search(r"[\ud800-\udfff]", word):  # how Python shows bytes that it cannot decode
+            raise UserError(f"{word!r} is not in UTF-8; rename it, or set LC_ALL=C.UTF-8 if only the locale is not")
     check_ranges(args)
+    for field in dataclasses.fields(args):
+        value = _with_home(getattr(args, field.name))
+        setattr(args, field.name, value)
+        if field.name.endswith("_dir") and value is not None:
+            there = next(path for path in (value, *value.absolute().parents) if path.exists())
+            if not there.is_dir():
+                raise UserError(f"{there} is a file where a folder should be: choose another folder than {value}")
     return args
 
 
@@ -137,6 +162,21 @@ def stop_requested() -> bool:
     return _stop_signal is not None
 
 
+@contextlib.contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Processes that are spawned meanwhile never see a signal, not even while they import; this one does at the end.
+
+    A Ctrl-C reaches all processes of a terminal, a scheduler's signal all of a job: this process decides.
+    """
+    # The tracker of shared memory, which the first spawned process starts, would unblock some of them.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def advice(number: int | None) -> str:
     """What to do about an error of the system."""
     if number in FULL_DISK:
@@ -145,13 +185,25 @@ def advice(number: int | None) -> str:
         return "it may not be read or written here: change its permissions, or choose another folder"
     if number in (errno.ENOTDIR, errno.EEXIST):
         return "a file is where a folder should be: choose another folder"
+    if number == errno.EISDIR:
+        return "a folder is where a file should be: move it away"
+    if number == errno.ENAMETOOLONG:
+        return "choose a shorter name"
     if number in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
         return "its file system knows no locks, which keep processes apart: choose a folder on another one"
     if number in (errno.EMFILE, errno.ENFILE):
         return "raise the limit of open files with ulimit -n"
+    if number in (errno.ENOMEM, errno.EAGAIN):
+        return "no more memory or processes: end other programs, or use fewer workers or smaller batches"
     if number in (errno.EIO, errno.ESTALE):
         return "the disk or the network file system failed; nothing was replaced because of it"
     return "mend it and rerun the same command to resume"
+
+
+def describe(error: OSError) -> str:
+    """An error of the system in one line: the file, what happened, and what to do."""
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror or error}; {advice(error.errno)}"
 
 
 def env_and_quick(argv: list[str], env: str) -> tuple[str, bool]:
@@ -167,7 +219,8 @@ def cli(main: Callable[[Any], None], default: Any) -> None:
     """Parses the command line into the dataclass of `default` and calls `main(args)`.
 
     `default` is an instance, or a function from argv to an instance (defaults that depend on ``--env``).
-    A `UserError` and a full disk end in one line on stderr and exit code 1, a signal in exit code 128 + its number.
+    A `UserError` and an error of the system end in one line on stderr and exit code 1, a signal in exit code 128 + its
+    number.
     """
     import tyro
 
@@ -175,6 +228,8 @@ def cli(main: Callable[[Any], None], default: Any) -> None:
     # A data set at the paper's scale is a thousand memory-mapped files, each with a descriptor; the default is 1024.
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    for stream in (sys.stdout, sys.stderr):  # what the locale cannot show is no reason to stop
+        stream.reconfigure(errors="backslashreplace")
     name = Path(sys.argv[0]).name
     try:
         if callable(default):
@@ -194,10 +249,12 @@ def cli(main: Callable[[Any], None], default: Any) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
-        if error.errno not in FULL_DISK and error.filename is None:
+        if error.errno is None:
             raise
-        where = f"{error.filename}: " if error.filename else ""
-        print(f"{name}: error: {where}{error.strerror}; {advice(error.errno)}", file=sys.stderr)
+        print(f"{name}: error: {describe(error)}", file=sys.stderr)
+        sys.exit(1)
+    except MemoryError as error:
+        print(f"{name}: error: {error or 'out of memory'}; {advice(errno.ENOMEM)}", file=sys.stderr)
         sys.exit(1)
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import signal
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +17,10 @@ import torch
 from torch import Tensor
 
 from common import pictures, recorded, runs
-from common.cli import Progress, Stopped, UserError, stop_requested
+from common.cli import Progress, Stopped, UserError, signals_blocked, stop_requested
 from common.dataset import Batch, Dataset, sequential
 from common.distractors import DistractorConfig, clips_digest
-from common.store import atomic_path, write_json
+from common.store import Damaged, atomic_path, read_json, write_json
 from common.tasks import Task, get_task
 
 Pairs = Iterable[tuple[Tensor, Tensor]]  # latent actions (B, d_z) and actions (B, A) clipped to [-1, 1]
@@ -170,7 +168,7 @@ class _Episodes(gymnasium.Wrapper):
         return self.last, *rest
 
 
-def held_out_distractors(test_set: Dataset, args: Any) -> DistractorConfig:
+def held_out_distractors(test_set: Dataset, args: Any, run_dir: Path) -> DistractorConfig:
     """The distractors of evaluation episodes: those that made the test split, with the same clips.
 
     Call it before training: what the last stage needs is tried here, OpenGL too, if that stage is going to run.
@@ -178,11 +176,12 @@ def held_out_distractors(test_set: Dataset, args: Any) -> DistractorConfig:
     Args:
         args: a script's; clips_dir is the folder of the clips (DAVIS in its official layout, or the user's own; None:
             data/DAVIS), eval_steps the length of an episode (None: the task's).
+        run_dir: of the run; a finished one needs nothing any more.
 
     Raises:
         UserError: the clips are missing or not the ones that made the test split, or nothing can be rendered.
     """
-    if args.stages == "lam" or test_set.is_recorded:
+    if args.stages == "lam" or test_set.is_recorded or runs.is_finished(run_dir, args):
         return DistractorConfig()
     from common.envs import make_env  # only here and in `rollout`: it imports the simulators
 
@@ -235,14 +234,8 @@ def _start(makers: list[Callable[[], gymnasium.Env]]) -> gymnasium.vector.Vector
     autoreset = gymnasium.vector.AutoresetMode.NEXT_STEP
     if len(makers) == 1:
         return gymnasium.vector.SyncVectorEnv(makers, autoreset_mode=autoreset)
-    # The workers inherit that SIGINT is blocked: a Ctrl-C in a terminal reaches them too, but this process decides, to
-    # which it comes once they have started. The tracker of shared memory would unblock it when it starts.
-    resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    with signals_blocked():
         return gymnasium.vector.AsyncVectorEnv(makers, context="spawn", autoreset_mode=autoreset)
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def rollout(
@@ -399,9 +392,11 @@ def probe(
         data = [[split.hash, split.render, split.mask_hash, split.attached] for split in (train_set, test_set)]
         begin = json.dumps(data, sort_keys=True).encode() + first.cpu().numpy().tobytes()
         path = Path(run.args.runs_dir) / "controls" / f"{run.args.env}-{hashlib.sha256(begin).hexdigest()[:16]}.json"
-        if not path.exists():
-            write_json(path, probe_now(run, partial(encode, untrained), **windows))
-        return json.loads(path.read_text(encoding="utf-8"))
+        with contextlib.suppress(FileNotFoundError, Damaged):
+            return read_json(path, float)
+        value = probe_now(run, partial(encode, untrained), **windows)
+        write_json(path, value)
+        return value
 
     def compute() -> dict[str, Any]:
         held_out = outputs(partial(encode, model), test_set, **windows)
@@ -468,7 +463,7 @@ def evaluate(
         )
         return normalised_score(rolled, task, train_set) | rolled
 
-    earlier = json.loads(result.read_text(encoding="utf-8"))["decoders"] if result.exists() else []
+    earlier = read_json(result)["decoders"] if result.exists() else []
     decoded = {entry["num_labels"]: entry for entry in earlier}  # of a run that gets further budgets
     for num_labels in sorted(decoders.keys() - decoded.keys()):
         stage = runs.of_budget("open_loop" if test_set.is_recorded else "rollout", num_labels, args)

@@ -15,6 +15,8 @@ from common.cli import UserError
 # cores, so rendering in the calling thread is faster.
 os.environ.setdefault("LP_NUM_THREADS", "0")
 
+BACKENDS = ("egl", "osmesa", "glfw")
+GL_VARIABLES = ("MUJOCO_EGL_DEVICE_ID", "PYOPENGL_PLATFORM")  # that keep OpenGL from starting if they are wrong
 FLOOR_CELL = 4.0  # m; size of the floor's polygons in masks and in the fast quality
 COARSE_SHAPES = (16, 8)  # slices and stacks of spheres, capsules and cylinders in the fast quality
 MAX_GEOMS = 1000  # geometric objects that a scene holds
@@ -53,15 +55,21 @@ class Offscreen:
         self._view.type, self._view.fixedcamid = mujoco.mjtCamera.mjCAMERA_FIXED, camera
         self._visual_option = mujoco.MjvOption()
         backend = os.environ.get("MUJOCO_GL", "").lower().strip() or "egl"
+        if backend not in BACKENDS:
+            raise UserError(f"MUJOCO_GL={backend}: choose one of {', '.join(BACKENDS)}, or unset it for egl")
         try:
-            self.gl = importlib.import_module(f"mujoco.{backend}").GLContext(size, size)
+            context = importlib.import_module(f"mujoco.{backend}").GLContext
+            context._context = None  # of one that cannot start, so that its end complains of nothing
+            self.gl = context(size, size)
             self.gl.make_current()
             self.contexts = {name: self._make_context(model, size, name == MASK) for name, model in models.items()}
         except Exception as error:  # the bindings raise anything from AttributeError to their own GLError
+            there = [f"{name}={os.environ[name]}" for name in GL_VARIABLES if os.environ.get(name, backend) != backend]
             raise UserError(
-                f"OpenGL cannot start for rendering with MUJOCO_GL={backend} ({error}). On Debian or Ubuntu use "
-                "MUJOCO_GL=egl after `apt-get install libegl1 libgl1 libgl1-mesa-dri`, or MUJOCO_GL=osmesa after "
-                "`apt-get install libosmesa6`"
+                f"OpenGL cannot start for rendering with MUJOCO_GL={backend} ({' '.join(str(error).split())}). "
+                + (f"Unset {' and '.join(there)}, or correct it. " if there else "")
+                + "On Debian or Ubuntu use MUJOCO_GL=egl after `apt-get install libegl1 libgl1 libgl1-mesa-dri`, or "
+                "MUJOCO_GL=osmesa after `apt-get install libosmesa6`"
             ) from error
         self.scenes = {name: self._make_scene(model, name == MASK) for name, model in models.items()}
         atexit.register(self.close)  # before the OpenGL bindings shut down, which have just registered that

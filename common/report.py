@@ -5,10 +5,10 @@ from __future__ import annotations
 import base64
 import dataclasses
 import importlib
-import json
 import math
 import statistics
 import string
+import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from html import escape
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common import runs
-from common.cli import UserError
-from common.store import atomic_path
+from common.cli import UserError, describe
+from common.store import atomic_path, read_json
 from common.tasks import get_task
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -60,16 +60,29 @@ def read_run(directory: Path) -> Run:
     script, env, variant, seed = directory.absolute().parts[-4:]
     path = directory / "args.json"
     try:
-        args = dict(json.loads(path.read_text(encoding="utf-8")))
+        args = read_json(path, keys=("distractors", "data_dir", "train_hash", "test_hash"))
         run = Run(directory, script, get_task(env).name, variant, int(seed.removeprefix("seed")), args)
         path = directory / "result.json"
         if path.exists():
-            run.result = json.loads(path.read_text(encoding="utf-8"))
+            run.result = read_json(path)
+            data = run.result["dataset"]["train"]
             numbers = [*run.result["metrics"].values(), *run.result["seconds"].values()]
             numbers += [run.result["peak_memory_gib"], run.result["stages"]["lam"]["samples_per_s"]]
-            if not all(isinstance(number, int | float | None) for number in numbers) or "machine" not in run.result:
+            numbers += [data[name] for name in ("mean_return", "action_variance", "success_rate")]
+            numbers += [data["plan"][name] for name in ("image_size", "episode_length")]
+            for decoder in run.result.get("decoders", []):
+                numbers += [
+                    decoder["num_labels"],
+                    *(value for value in decoder.values() if not isinstance(value, list)),
+                ]
+            if not all(isinstance(number, int | float | None) for number in numbers):
                 raise ValueError("its numbers are no numbers")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError) as error:
+            texts = (args["data_dir"], data["plan"]["expert"], run.result["machine"]["cpu"], run.commit)
+            if not all(isinstance(text, str) for text in texts):
+                raise ValueError("its texts are no texts")
+    except OSError as error:
+        raise UserError(describe(error)) from None
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, UserError) as error:
         raise UserError(f"{path} cannot be read ({error!r}): rerun the run's command, or remove the run") from None
     return run
 
@@ -192,8 +205,6 @@ def load_model(run: Run) -> tuple[Any, Any, Any]:
 
     UserError if the script or the weights are missing, or do not fit each other.
     """
-    import torch
-
     if run.script not in runs.method_scripts():
         raise UserError(f"{run.script}.py is missing, only its numbers are shown")
     module = importlib.import_module(run.script)
@@ -202,10 +213,24 @@ def load_model(run: Run) -> tuple[Any, Any, Any]:
     size = run.result["dataset"]["train"]["plan"]["image_size"]
     model = module.LatentActionModel(args, size, get_task(run.env).action_dim)
     try:
-        model.load_state_dict(torch.load(run.dir / "lam.pt", map_location="cpu", weights_only=True)["model"])
-    except (OSError, RuntimeError, KeyError) as error:
-        raise UserError(f"{run.dir / 'lam.pt'}: {str(error).splitlines()[0]}") from None
+        model.load_state_dict(runs.read_checkpoint(run.dir / "lam.pt")["model"])
+    except OSError as error:
+        raise UserError(describe(error)) from None
+    except (RuntimeError, KeyError, TypeError) as error:
+        raise UserError(f"{run.dir / 'lam.pt'}: not the weights of {run.script}.py ({type(error).__name__})") from None
     return module, args, model.eval()
+
+
+def load_latents(run: Run) -> tuple[np.ndarray, np.ndarray]:
+    """Latent actions of held-out transitions (N, d_z), and the true actions (N, A). UserError if they are not there."""
+    path = run.dir / "latents.npz"
+    try:
+        with np.load(path) as file:
+            return file["z"], file["action"]
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} cannot be read ({error!r})") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

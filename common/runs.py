@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import hashlib
 import json
 import os
@@ -26,8 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.cli import UserError
-from common.store import NOT_DAMAGE, Taken, atomic_path, differences, lock_file, write_json
+from common.cli import PathComponent, UserError
+from common.store import Damaged, Taken, atomic_path, differences, lock_file, read_json, system_error, write_json
 from common.tasks import get_task
 
 ROOT = Path(__file__).parents[1]
@@ -121,7 +120,7 @@ RUNTIME_FIELDS = frozenset(
     "stages variant device data_on_gpu eval_envs compile compile_mode log_every probe_at checkpoint_every "
     "track wandb_project".split()
 )
-LONGEST_NAME = 180  # of a variant, in characters
+LONGEST_NAME = 180  # of a variant, in bytes
 
 
 def method_scripts() -> list[str]:
@@ -152,8 +151,11 @@ def variant_name(args: Any, default: Any) -> str:
         name = field.name.replace("_", "-")
         parts.append((name if value else f"no-{name}") if isinstance(value, bool) else f"{name}={value}")
     name = "_".join(parts).replace("/", "-") or "default"
-    if len(name) > LONGEST_NAME:  # file systems take 255 bytes
-        name = f"{name[: LONGEST_NAME - 9]}~{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    whole = name.encode()
+    if len(whole) > LONGEST_NAME:  # file systems take 255 bytes
+        name = f"{whole[: LONGEST_NAME - 9].decode(errors='ignore')}~{hashlib.sha256(whole).hexdigest()[:8]}"
+    if complaint := PathComponent().complaint(name):
+        raise UserError(f"the name of the run {complaint}; choose --variant")
     return name
 
 
@@ -167,20 +169,45 @@ def jsonable(args: Any) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(args), default=str))
 
 
+def directory(args: Any, script: str, defaults: Callable[[list[str]], Any]) -> Path:
+    """The run directory of a command. defaults: the script's function from a command line to the default arguments."""
+    default = defaults([f"--env={args.env}", *(["--quick"] if args.quick else [])])
+    return Path(args.runs_dir) / script / args.env / variant_name(args, default) / f"seed{args.seed}"
+
+
 def is_finished(run_dir: Path, args: Any) -> bool:
     """Whether a run's result is there, for the stages and all label budgets that a script's arguments ask for."""
     path = run_dir / "result.json"
     if not path.exists():
         return False
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-        decoders, stages = result["decoders"], result["stages"]
-    except json.JSONDecodeError:
+        result = read_json(path)
+        if not {"decoders", "stages"} <= result.keys():
+            raise UserError(f"{run_dir} is of an earlier version, which does not resume; choose --variant")
+        budgets = {decoder["num_labels"] for decoder in result["decoders"]}
+        return args.stages == "lam" or ("policy" in result["stages"] and budgets >= set(args.num_labels))
+    except (Damaged, KeyError, TypeError):
         raise UserError(f"{path} is damaged; remove it and rerun the command to make it again") from None
-    except KeyError:
-        raise UserError(f"{run_dir} is of an earlier version, which does not resume; choose --variant") from None
-    budgets = {decoder["num_labels"] for decoder in decoders}
-    return args.stages == "lam" or ("policy" in stages and budgets >= set(args.num_labels))
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """What `torch.save` wrote. Damaged if the file does not hold it; other errors say nothing about the file."""
+    import torch
+
+    try:
+        with zipfile.ZipFile(path) as archive:
+            bad = archive.testzip()
+        state = torch.load(path, map_location="cpu", weights_only=True) if bad is None else None
+        if isinstance(state, dict):
+            return state
+    except (
+        OSError, zipfile.BadZipFile, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError
+    ) as error:  # fmt: skip
+        if "allocate memory" in str(error):
+            raise MemoryError(f"no memory to read {path}") from error
+        if system := system_error(error, path):
+            raise system from error
+    raise Damaged(f"{path} is damaged")
 
 
 class Run:
@@ -238,8 +265,7 @@ class Run:
             "mask_hash": train_set.mask_hash + test_set.mask_hash,
             "device_type": device.type,
         }
-        default = defaults([f"--env={args.env}", *(["--quick"] if args.quick else [])])
-        run = cls(args, script, variant_name(args, default), identity)
+        run = cls(args, script, directory(args, script, defaults).parent.name, identity)
         run.train_set, run.test_set = train_set, test_set
         print(f"{script}: {run.dir} on {device}, {train_set.num_transitions:,} transitions for training", flush=True)
         if run.is_finished():
@@ -258,22 +284,23 @@ class Run:
         new = jsonable(self.args) | self.identity
         if path.exists():
             try:
-                old = json.loads(path.read_text(encoding="utf-8"))
-            except json.JSONDecodeError:
+                old = read_json(path, keys=["num_labels"])
+                budgets = {*map(int, old["num_labels"])}
+                most = max(budgets, default=0)
+            except (Damaged, ValueError, TypeError):
                 raise UserError(f"{path} is damaged; remove {self.dir} and repeat the command") from None
             # What `add_identity` will compare, as it is not known yet.
             new |= {key: value for key, value in old.items() if key.endswith("_hash") and key not in new}
             runtime = {field.name for field in dataclasses.fields(self.args) if is_runtime(field)}
             lines = differences(old, new | {key: old.get(key) for key in (*runtime, "num_labels")})
-            largest = [max(values["num_labels"], default=0) for values in (old, new)]
-            if largest[0] != largest[1]:  # the latent action model may depend on it
+            if most != max(new["num_labels"], default=0):  # the latent action model may depend on it
                 lines.append(f"num_labels: {old['num_labels']} -> {new['num_labels']}")
             if lines:
                 raise UserError(
                     f"{self.dir} was made with other arguments:\n  " + "\n  ".join(lines) + "\n"
                     "Use the same arguments to resume, --variant NAME for a new run, or remove the directory."
                 )
-            self.args.num_labels = tuple(sorted({*old["num_labels"], *new["num_labels"]}))
+            self.args.num_labels = tuple(sorted({*budgets, *new["num_labels"]}))
             new["num_labels"] = list(self.args.num_labels)
         write_json(path, new)
 
@@ -283,7 +310,7 @@ class Run:
         name: ends in `_hash`.
         """
         self.identity[name] = value
-        args = json.loads((self.dir / "args.json").read_text(encoding="utf-8"))
+        args = read_json(self.dir / "args.json")
         if args.setdefault(name, value) != value:
             raise UserError(
                 f"{self.dir} was made with another {name}: {args[name]!r} -> {value!r}; use that one, or train under "
@@ -300,15 +327,22 @@ class Run:
         path = self.dir / "wandb_id"
         if not path.exists():
             with atomic_path(path) as temporary:
-                temporary.write_text(uuid.uuid4().hex[:8])
-        self.wandb = wandb.init(
-            project=self.args.wandb_project,
-            id=path.read_text().strip(),
-            resume="allow",
-            name=f"{self.script}-{self.args.env}-{self.variant}-seed{self.args.seed}",
-            config=jsonable(self.args) | self.identity,
-            dir=str(self.dir),
-        )
+                temporary.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
+        identity = path.read_text(encoding="utf-8", errors="replace").strip()
+        try:
+            self.wandb = wandb.init(
+                project=self.args.wandb_project,
+                id=identity,
+                resume="allow",
+                name=f"{self.script}-{self.args.env}-{self.variant}-seed{self.args.seed}",
+                config=jsonable(self.args) | self.identity,
+                dir=str(self.dir),
+            )
+        except Exception as error:  # its own, those of the network, and pydantic's for settings
+            raise UserError(
+                f"--track: wandb cannot start ({' '.join(str(error).split())[:300]}); `wandb login`, set "
+                f"WANDB_MODE=offline, or leave out --track. {path} says that this is wandb's run {identity!r}"
+            ) from error
 
     # Metrics
 
@@ -323,9 +357,10 @@ class Run:
     def read_metrics(self) -> list[dict[str, float]]:
         """All lines of ``metrics.jsonl``; a line torn by a kill is left out."""
         lines = []
-        for line in self.metrics_path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                lines.append(json.loads(line))
+        for text in self.metrics_path.read_bytes().splitlines():
+            with contextlib.suppress(ValueError):  # no JSON, or no UTF-8
+                line = json.loads(text)
+                lines += [line] if isinstance(line, dict) and {"stage", "step"} <= line.keys() else []
         return lines
 
     def rewind_metrics(self, stage: str, step: int) -> None:
@@ -369,8 +404,8 @@ class Run:
             )
         for path in reversed(self._checkpoints(stage)):
             try:
-                state = self._read(path)
-            except UserError as error:
+                state = read_checkpoint(path)
+            except Damaged as error:
                 print(f"warning: {error}; using the checkpoint before it", file=sys.stderr)
                 path.rename(path.with_suffix(".broken"))
                 continue
@@ -402,8 +437,8 @@ class Run:
         if not path.exists():
             return None
         try:
-            state = self._read(path)
-        except UserError as error:
+            state = read_checkpoint(path)
+        except Damaged as error:
             later = sorted((file.stat().st_mtime, str(file.relative_to(self.dir))) for file in self._later_files())
             raise UserError(
                 f"{error}; remove it and the later ones of {', '.join(name for _, name in later)}, then repeat the "
@@ -473,26 +508,12 @@ class Run:
         }
         with atomic_path(path) as temporary:
             try:
-                torch.save(state | about, temporary)
-            except RuntimeError as error:  # torch wraps a failed write of its archive in a RuntimeError
-                if "PytorchStreamWriter" not in str(error) and "unexpected pos" not in str(error):
-                    raise
-                raise OSError(errno.ENOSPC, "cannot write the checkpoint", str(path)) from error
-
-    def _read(self, path: Path) -> dict[str, Any]:
-        import torch
-
-        try:
-            with zipfile.ZipFile(path) as archive:
-                bad = archive.testzip()
-            if bad is None:
-                return torch.load(path, map_location="cpu", weights_only=True)
-        except (
-            OSError, zipfile.BadZipFile, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError
-        ) as error:  # fmt: skip
-            if isinstance(error, OSError) and error.errno in NOT_DAMAGE:
+                with open(temporary, "wb") as file:
+                    torch.save(state | about, file)
+            except RuntimeError as error:  # torch ends its archive after a failed write too, which fails as well
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from None
                 raise
-        raise UserError(f"{path} is damaged")
 
     def close(self) -> None:
         """Ends the run's files; the directory is free for another process."""

@@ -17,7 +17,6 @@ Several processes, on one machine or on several that share the folder, fill it t
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import io
@@ -43,8 +42,6 @@ HDF5_FORMAT = ("v110", "v110")  # fixed, so that the same content gives the same
 PAGE = 4096
 SMALL = 1 << 16  # bytes up to which an array is checked against its hash on every read
 POLL_SECONDS = 2.0
-# Errors that say nothing about a file's content: nothing is replaced because of them.
-NOT_DAMAGE = (errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)
 
 
 class Damaged(UserError):
@@ -53,6 +50,18 @@ class Damaged(UserError):
 
 class Taken(Exception):
     """A live process is making this file."""
+
+
+def system_error(error: Exception, path: Path) -> OSError | None:
+    """The system's own error behind one from reading a file (no permission, a failing disk, too many open files).
+
+    It says nothing about the content, and nothing may be replaced because of it. None for those of HDF5 and of other
+    libraries, which have no number of the system; they may hide one of its.
+    """
+    for cause in (error, error.__context__):
+        if isinstance(cause, OSError) and cause.errno is not None:
+            return OSError(cause.errno, cause.strerror, str(path))
+    return None
 
 
 # ------------------------------------------------------------------------------------------------------------- writing
@@ -71,7 +80,7 @@ def fsync_folder(folder: Path) -> None:
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yields a temporary path in the same folder: renamed to `path` when the block ends well, else removed.
 
-    An OSError that names no file gets the name of `path`.
+    An OSError names `path`, not the temporary one.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +95,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     except BaseException as error:
         with contextlib.suppress(OSError):  # the first error is the one to tell
             temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None and error.errno is not None:
+        if isinstance(error, OSError) and error.errno is not None and error.filename in (None, str(temporary)):
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
@@ -95,6 +104,17 @@ def write_json(path: Path, value: Any) -> None:
     """Writes `value` as JSON, completely or not at all."""
     with atomic_path(path) as temporary:
         temporary.write_text(json.dumps(value, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path, kind: type = dict, keys: Iterable[str] = ()) -> Any:
+    """A JSON value of a kind, by default an object that has some keys. Damaged if the file holds something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # no JSON, or no UTF-8
+        raise Damaged(f"{path} is damaged") from None
+    if not isinstance(value, kind) or not all(key in value for key in keys):
+        raise Damaged(f"{path} is damaged")
+    return value
 
 
 def _pieces(arrays: dict[str, np.ndarray], name: str) -> list[slice]:
@@ -228,8 +248,8 @@ def read(path: Path) -> StoredFile:
     except FileNotFoundError:
         raise Damaged(f"{path}: no such file") from None
     except (OSError, RuntimeError, KeyError, ValueError, TypeError, IndexError) as error:
-        if isinstance(error, OSError) and error.errno in NOT_DAMAGE:
-            raise OSError(error.errno, error.strerror, str(path)) from error
+        if system := system_error(error, path):
+            raise system from error
         reason = "truncated" if "truncated" in str(error) else f"not a readable file of this program ({error})"
         raise Damaged(f"{path}: {reason}") from error
 
@@ -305,17 +325,21 @@ def claim(path: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            lock.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the first error is the one to tell; a lock that stays is no claim
+                lock.unlink()
     finally:
         os.close(descriptor)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes claims and temporary files of processes that were killed; those of live ones stay."""
+    """Removes claims and temporary files of processes that were killed; those of live ones stay.
+
+    So do those that may not be removed: whoever makes these files says why.
+    """
     for leftover in folder.glob(".*"):
         match = re.fullmatch(r"\.(.+)\.(?:claim|[0-9a-f]+\.part\.\w+)", leftover.name)
         if match:
-            with contextlib.suppress(Taken), claim(folder / match[1]):
+            with contextlib.suppress(Taken, OSError), claim(folder / match[1]):
                 pass
 
 

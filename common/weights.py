@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from common.cli import UserError
+from common.store import system_error
 
 
 def read_weights(path: Path, option: str, inside: str | None = None) -> dict[str, Tensor]:
@@ -27,6 +28,8 @@ def read_weights(path: Path, option: str, inside: str | None = None) -> dict[str
 
     if not path.is_file():
         raise UserError(f"{option} {path}: no such file")
+    with open(path, "rb") as file:  # torch's own message about other files is long, and no help
+        page = file.read(64).lstrip()[:1] == b"<"
     try:
         safe = path.suffix == ".safetensors"
         weights = load_file(path) if safe else torch.load(path, map_location="cpu", weights_only=True)
@@ -35,8 +38,12 @@ def read_weights(path: Path, option: str, inside: str | None = None) -> dict[str
         OSError, RuntimeError, ValueError, EOFError, KeyError, TypeError, pickle.UnpicklingError, zipfile.BadZipFile,
         SafetensorError,
     ) as error:  # fmt: skip
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{option} {path}: not a readable file of weights ({reason})") from error
+        if system := system_error(error, path):
+            raise system from error
+        what = "is a web page" if page else "is something else, or damaged"
+        raise UserError(
+            f"{option} {path}: {what}; expected is a file of weights (.pt, .pth or .safetensors), so get it again"
+        ) from error
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise UserError(f"{option} {path}: holds no plain dictionary of weights")
     return weights

@@ -4,6 +4,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import methods
 import planted
 import pytest
 import torch
@@ -29,7 +30,7 @@ def train_set(planted_dir: Path) -> Dataset:
 @pytest.fixture
 def signals() -> Iterator[None]:
     """This process takes signals as a script does, for the time of a test."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in methods.STOPS}
     cli.install_signal_handlers()
     yield
     cli._stop_signal = None

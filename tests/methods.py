@@ -159,20 +159,26 @@ def lam_training(
 
 # --- scripts as processes
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # signals that save and end
 
-def _run_script(script: str, words: list[str], output: Path, file_limit: int | None) -> None:
+
+def _run_script(
+    script: str, words: list[str], output: Path, file_limit: int | None, prepare: Callable[[], object] | None
+) -> None:
     """What a child process does: the script's command line, with its output in files."""
     os.setsid()  # so that a test can signal it together with its environments' processes
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # tests in the background ignore them, as after nohup
+    for number in STOPS:  # tests in the background ignore some of them, as after nohup
         signal.signal(number, signal.SIG_DFL)
     if file_limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, resource.RLIM_INFINITY))
     torch.set_num_threads(1)
     sys.argv = [f"{script}.py", *words]
     module = importlib.import_module(script)
-    cli(module.main, module.defaults)
+    if prepare is not None:
+        prepare()
+    cli(module.main, module.defaults if hasattr(module, "defaults") else module.Args())
 
 
 # A server that has imported what is slow to import forks the processes; it has used none of it, so that is safe.
@@ -183,15 +189,23 @@ SERVER.set_forkserver_preload(
 
 
 class ScriptProcess:
-    """A method script that runs in a process of its own, as from the command line.
+    """A script (not make_dataset.py) that runs in a process of its own, as from the command line.
 
     file_limit: bytes that a file may have; more is an error of the operating system, as on a full disk.
+    prepare: called in the process before the script.
     """
 
-    def __init__(self, script: str, words: list[str], output: Path, file_limit: int | None = None) -> None:
+    def __init__(
+        self,
+        script: str,
+        words: list[str],
+        output: Path,
+        file_limit: int | None = None,
+        prepare: Callable[[], object] | None = None,
+    ) -> None:
         output.mkdir(parents=True, exist_ok=True)
         self.output = output
-        self.process = SERVER.Process(target=_run_script, args=(script, words, output, file_limit))
+        self.process = SERVER.Process(target=_run_script, args=(script, words, output, file_limit, prepare))
         self.process.start()
 
     def until(self, happened: Callable[[], bool]) -> None:

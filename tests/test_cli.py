@@ -18,7 +18,12 @@ import tyro
 from common.cli import Range, UserError, check_ranges, checked, declared_range
 
 ROOT = Path(__file__).parents[1]
-WITH_ARGS = sorted(path.stem for path in ROOT.glob("*.py") if "\nclass Args:" in path.read_text())
+MODULES = [
+    *(path.stem for path in ROOT.glob("*.py")),
+    "benchmarks.rendering",
+    "benchmarks.sam",
+    "benchmarks.throughput",
+]
 
 
 def usual(module: ModuleType, words: list[str]) -> Any:
@@ -27,34 +32,56 @@ def usual(module: ModuleType, words: list[str]) -> Any:
     return make(words) if make else module.Args()
 
 
+def command_lines() -> dict[str, Any]:
+    """The arguments of every script; of import_data.py, those of each of its kinds."""
+    found = {}
+    for name in sorted(MODULES):
+        module = importlib.import_module(name)
+        if name == "import_data":
+            required = {"name": "x", "folder": Path("x"), "task": "push"}
+            for kind in (module.Videos, module.Lerobot, module.Authors):
+                fields = {field.name for field in dataclasses.fields(kind)} & required.keys()
+                found[f"{name} {kind.__name__}"] = kind(**{field: required[field] for field in fields})
+        else:
+            found[name] = usual(module, [])
+    return found
+
+
 def has_number(annotation: Any) -> bool:
     """Whether a type such as `Annotated[int, ...]`, `float | None` or `tuple[int, ...]` is of numbers."""
     return annotation in (int, float) or any(map(has_number, get_args(annotation)))
 
 
-@pytest.mark.parametrize("script", WITH_ARGS)
+COMMAND_LINES = command_lines()
+
+
+@pytest.mark.parametrize("script", COMMAND_LINES)
 def test_arguments(script: str) -> None:
     """They parse without a warning, and each number has a range, outside of which it is refused."""
-    module = importlib.import_module(script)
-    default = usual(module, [])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert tyro.cli(module.Args, default=default, args=[]) == default
+    default = COMMAND_LINES[script]
+    if "import_data" not in script:  # which has required ones
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert tyro.cli(type(default), default=default, args=[]) == default
     check_ranges(default)
-    for name, annotation in get_type_hints(module.Args, include_extras=True).items():
+    for name, annotation in get_type_hints(type(default), include_extras=True).items():
         limits, flag = declared_range(annotation), f"--{name.replace('_', '-')}"
-        assert isinstance(limits, Range) == has_number(annotation), f"{script}.py {flag} declares no range"
+        assert isinstance(limits, Range) == has_number(annotation), f"{script} {flag} declares no range"
         if isinstance(limits, Range):
-            for value in (math.nan, limits.low if limits.above else limits.low - 1, limits.high + 1):
-                values = (value,) if get_args(annotation) and isinstance(getattr(default, name), tuple) else value
-                with pytest.raises(UserError, match=f"{flag} is .*, must be"):
-                    check_ranges(dataclasses.replace(default, **{name: values}))
+            low = limits.low if limits.above else limits.low - 1
+            for value in (math.nan, math.inf, -math.inf, low, limits.high + 1, 10**400, -(10**400)):
+                if value == 10**400 and limits.high == math.inf:
+                    continue
+                for values in (value, (value,)) if "tuple" in str(annotation) else (value,):
+                    with pytest.raises(UserError, match=f"{flag} is .*, must be"):
+                        check_ranges(dataclasses.replace(default, **{name: values}))
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--env", "cheetah-rum"], "did you mean"),
+        (["--env", "cheetah-rum"], "import_data.py videos DIR --name cheetah-rum"),
+        (["--env", "../x"], "--env is"),
         (["--env", "walker-run"], "make_dataset.py --env walker-run"),
         (["--mask-source", "nothing"], "no masks named 'nothing'"),
         (["--mask-source", "../sam"], "--mask-source is '../sam'"),

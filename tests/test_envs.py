@@ -1,6 +1,7 @@
 """Environments: physics untouched, every random number from the seed, pictures and masks as they should be."""
 
 import contextlib
+import ctypes.util
 import importlib
 import itertools
 import os
@@ -333,12 +334,35 @@ except UserError as error:
 """
 
 
-@pytest.mark.parametrize("backend", ["egl", "disable"])
-def test_without_opengl_physics_runs_and_rendering_names_the_package(backend):
-    result = run_python(BROKEN_GL, MUJOCO_GL=backend, __EGL_VENDOR_LIBRARY_DIRS="/nonexistent")
-    assert result.returncode == 0, result.stderr
+@pytest.mark.parametrize(
+    ("variable", "value", "advice"),
+    [
+        ("__EGL_VENDOR_LIBRARY_DIRS", "/nonexistent", "apt-get install libegl1"),
+        ("MUJOCO_GL", "disable", "MUJOCO_GL=disable: choose one of egl, osmesa, glfw"),
+        ("MUJOCO_EGL_DEVICE_ID", "50", "Unset MUJOCO_EGL_DEVICE_ID=50, or correct it"),
+        ("MUJOCO_EGL_DEVICE_ID", "first", "Unset MUJOCO_EGL_DEVICE_ID=first"),
+        ("PYOPENGL_PLATFORM", "nonsense", "Unset PYOPENGL_PLATFORM=nonsense"),
+    ],
+)
+def test_without_opengl_physics_runs_and_rendering_says_what_helps(variable, value, advice):
+    result = run_python(BROKEN_GL, **{"MUJOCO_GL": "egl", variable: value})
+    assert result.returncode == 0 and not result.stderr
     (line,) = result.stdout.splitlines()
-    assert f"MUJOCO_GL={backend}" in line and "apt-get install libegl1" in line and "libosmesa6" in line
+    assert advice in line
+
+
+def test_a_broken_library_of_opengl_is_one_line(tmp_path):
+    library = ctypes.util.find_library("EGL")
+    places = [path for path in Path("/usr/lib").rglob(str(library)) if path.is_file()]
+    (tmp_path / "empty").touch()
+    mount = f"mount --bind {tmp_path}/empty {places[0] if places else '/nowhere'}"
+    if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True).returncode:
+        pytest.skip("needs libEGL and the right to mount over it")
+    command = ["unshare", "-m", "sh", "-c", f'{mount} && exec "$0" "$@"', sys.executable, "-c", BROKEN_GL]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "MUJOCO_GL": "egl"}
+    result = subprocess.run(command, capture_output=True, text=True, env=variables)
+    (line,) = result.stdout.splitlines()
+    assert "OpenGL cannot start" in line and "apt-get install libegl1" in line and not result.stderr
 
 
 def test_environments_can_be_used_after_closing_and_left_open_at_exit(fast):

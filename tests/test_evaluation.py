@@ -97,18 +97,18 @@ def test_scores_are_compared_over_as_many_steps(train_set: Dataset, tmp_path: Pa
 def test_the_evaluation_is_tried_before_training(planted_dir: Path, tmp_path: Path) -> None:
     """It has the distractors of the test split; other clips are refused."""
     dataset, args = Dataset(planted_dir, "cheetah-run", "test"), lapo.Args
-    config = evaluation.held_out_distractors(dataset, args())
+    config = evaluation.held_out_distractors(dataset, args(), Path())
     assert (config.backgrounds, config.num_videos, config.camera_scale) == ("synthetic", 1, 0.1)
     with pytest.raises(UserError, match="typo is no folder"):
-        evaluation.held_out_distractors(dataset, args(clips_dir=tmp_path / "typo"))
+        evaluation.held_out_distractors(dataset, args(clips_dir=tmp_path / "typo"), Path())
     distractors = dataset.plan["distractors"]
     distractors["clips"] = dict.fromkeys(distractors["clips"], "0" * 64)
     with pytest.raises(UserError, match=r"the clips in \S+ are not those that made .* --clips-dir"):
-        evaluation.held_out_distractors(dataset, args())
+        evaluation.held_out_distractors(dataset, args(), Path())
     distractors["backgrounds"] = "folder"
     with pytest.raises(UserError, match="folder of clips"):
-        evaluation.held_out_distractors(dataset, args())
-    assert evaluation.held_out_distractors(dataset, args(stages="lam")) == DistractorConfig()  # nothing is rolled out
+        evaluation.held_out_distractors(dataset, args(), Path())
+    assert evaluation.held_out_distractors(dataset, args(stages="lam"), Path()) == DistractorConfig()  # no rollouts
 
 
 def test_tables_control_and_result_of_stage_1(train_set: Dataset, tmp_path: Path, monkeypatch: Any) -> None:

@@ -280,7 +280,7 @@ def test_defaults():
         default_args(["--env", "walker"])
     argv = ["--expert", "laom", "--env", "all", "--quick", "--expert-dir", "here", "--seed", "3"]
     args = tyro.cli(Args, args=argv, default=default_args(argv))
-    cheetah, push = (make_dataset.task_args(args, argv, env) for env in ("cheetah-run", "push"))
+    cheetah, push = (make_dataset.task_args(argv, env) for env in ("cheetah-run", "push"))
     assert (cheetah.env, cheetah.expert, cheetah.expert_dir) == ("cheetah-run", "laom", Path("here"))
     assert (push.env, push.expert, push.expert_dir, push.seed) == ("push", "scripted", None, 3)
     assert (cheetah.train_transitions, push.train_transitions, push.image_size) == (15_000, 6_000, 64)

@@ -1,0 +1,564 @@
+"""Faults of the system and of the user, by their kind: each ends in one line, and no healthy file is lost."""
+
+import dataclasses
+import errno
+import functools
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import faults
+import methods
+import numpy as np
+import planted
+import pytest
+import torch
+from methods import ScriptProcess
+
+import lapo
+import make_dataset
+import make_figures
+import make_masks
+import masklam
+import reproduce
+from common import evaluation, report, runs, store
+from common.cli import UserError, checked, declared_range, stop_requested
+from common.dataset import Dataset
+from common.experts import LAOM_FILES, load_expert
+from common.shards import read_derived, read_shard, write_derived
+from common.weights import read_weights
+
+ROOT = Path(__file__).parents[1]
+PAGE = b"<!DOCTYPE html>\n<html><body>404: Not Found</body></html>\n"
+LAM = methods.TINY | {"idm_scale": 1, "fdm_scale": 1, "stages": "lam", "lam_updates": 2, "device": "cpu"}
+WHOLE = LAM | {"stages": "all", "policy_updates": 1, "decoder_updates": 1, "eval_steps": 3, "eval_episodes": 1}
+DATASET = "--quick --backgrounds synthetic --num-videos 1 --image-size 32 --episode-length 10 --train-transitions 20"
+DATASET += " --test-transitions 20 --workers 1 --data-dir"
+SCRIPTS = "laof laom_labels lapo lapo_slots masklam make_dataset make_experts make_figures make_masks reproduce"
+SCRIPTS += " export_latents benchmarks.rendering benchmarks.sam benchmarks.throughput"
+
+
+def one_line(done: subprocess.CompletedProcess, *parts: object) -> str:
+    """The last line of what a script said, which has all `parts`; it ended with code 1 and without a traceback."""
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "Exception" not in done.stderr, done.stderr
+    line = done.stderr.rstrip().splitlines()[-1]
+    assert ": error: " in line and all(str(part) in line for part in parts), line
+    return line
+
+
+def run(script: str, output: Path, prepare: Callable[[], object] | None = None, **values: Any):
+    """Runs a script, not make_dataset.py, with these arguments."""
+    return ScriptProcess(script, methods.words(values), output, prepare=prepare).wait()
+
+
+def python(*words: object, **options: Any) -> subprocess.CompletedProcess:
+    """Runs a script in a new interpreter."""
+    command = [sys.executable, *map(os.fsencode, map(str, words))]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **options)
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def data(planted_dir: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(planted_dir, tmp_path / "data")
+
+
+@pytest.fixture
+def given(data: Path, tmp_path: Path) -> Path:
+    """The data's own masks of the test split, as make_masks.py --import reads them."""
+    dataset = Dataset(data, "cheetah-run", "test")
+    masks = make_masks.unpack(dataset.masks(np.arange(dataset.num_frames)), dataset.image_size)
+    folder = tmp_path / "given/cheetah-run/test/distractor"
+    folder.mkdir(parents=True)
+    for episode, values in enumerate(np.split(masks, dataset.episode_start[1:-1])):
+        np.save(folder / f"{episode:05d}.npy", values)
+    return tmp_path / "given"
+
+
+def importing(data: Path, given: Path) -> dict[str, Any]:
+    return {"data_dir": data, "import": given, "name": "mine", "split": "test", "render": "distractor"}
+
+
+# --- errors of the system end in one line
+
+
+def writers(tmp_path: Path, data: Path, given: Path, closed: Path) -> dict[str, dict[str, Any]]:
+    """Scripts, and arguments with which they would write into the folder `closed`, which may be `data`."""
+    runs_dir = tmp_path / "runs"
+    tiny = {name: value for name, value in LAM.items() if name not in ("fdm_scale", "idm_scale")}
+    flow = tiny | methods.OWN["laof"] | methods.FROZEN["laof"] | {"raft_checkpoint": methods.raft_checkpoint(tmp_path)}
+    return {
+        "masklam": LAM | {"data_dir": data, "runs_dir": closed},
+        "laof": flow | {"data_dir": data, "runs_dir": runs_dir},
+        "make_masks": importing(data, given),
+        "make_figures": {"runs_dir": runs_dir, "out": closed},
+        "make_experts": {"output_dir": closed},
+        "reproduce": {"env": "cheetah-run", "seeds": 1, "methods": "LAPO", "data_dir": data, "runs_dir": closed},
+    }
+
+
+@pytest.mark.parametrize("script", ["masklam", "laof", "make_masks", "make_figures", "make_experts", "reproduce"])
+def test_a_folder_that_may_not_be_written(script: str, data: Path, given: Path, tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    if script == "make_figures":
+        written_run(tmp_path / "runs")
+    arguments = writers(tmp_path, data, given, closed)[script]
+    folders = [closed, *(folder for folder in (data / "cheetah-run").iterdir())]
+    for folder in folders:
+        folder.chmod(0o555)
+    try:
+        before = snapshot(data)
+        done = run(script, tmp_path / "output", faults.unprivileged, **arguments)
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
+    where = data / "cheetah-run" if script in ("laof", "make_masks") else closed
+    assert ".part" not in one_line(done, where, "Permission denied", "choose another folder")
+    assert snapshot(data) == before and not list(closed.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("fault", "advice"),
+    [
+        (faults.unprivileged, ("Permission denied", "choose another folder")),
+        (faults.no_locks, ("No locks available", "its file system knows no locks")),
+        (functools.partial(faults.few_files, 30, 30), ("Too many open files", "ulimit -n")),
+    ],
+)
+def test_make_dataset_where_it_cannot_write(fault: Callable[[], None], advice: tuple[str, ...], tmp_path: Path) -> None:
+    tmp_path.chmod(0o555 if fault is faults.unprivileged else 0o755)
+    words = [*DATASET.split(), tmp_path / "made"]
+    if fault not in (faults.unprivileged, faults.no_locks):
+        words += ["--workers", 40]
+    done = python("make_dataset.py", *words, preexec_fn=fault)
+    tmp_path.chmod(0o755)
+    one_line(done, *advice)
+    assert not list(tmp_path.rglob("*.h5"))
+
+
+def test_a_file_system_without_locks(data: Path, given: Path, tmp_path: Path) -> None:
+    runs_dir = tmp_path / "runs"
+    done = run("masklam", tmp_path / "a", faults.no_locks, **LAM, data_dir=data, runs_dir=runs_dir)
+    one_line(done, runs_dir, "No locks available", "its file system knows no locks")
+    one_line(run("make_masks", tmp_path / "b", faults.no_locks, **importing(data, given)), data, "knows no locks")
+
+
+def test_many_shards_under_a_low_limit_of_open_files(tmp_path: Path) -> None:
+    """The soft limit is raised; a hard one that is too low is told."""
+    data = planted.write(tmp_path / "data", train=220, test=220, shards=220, length=2, size=16)
+    shutil.rmtree(data / "cheetah-run/test")
+    shutil.copytree(planted.write(tmp_path / "few", length=2, size=16) / "cheetah-run/test", data / "cheetah-run/test")
+    arguments = LAM | {"data_dir": data, "runs_dir": tmp_path / "runs"}
+    done = run("masklam", tmp_path / "a", functools.partial(faults.few_files, 128, 1000), **arguments)
+    assert done.returncode == 0, done.stderr
+    done = run("masklam", tmp_path / "b", functools.partial(faults.few_files, 128, 128), **arguments, variant="other")
+    one_line(done, data, ".h5: Too many open files", "raise the limit of open files with ulimit -n")
+
+
+def test_cleaning_up_does_not_hide_the_first_error(tmp_path: Path) -> None:
+    """The folder is closed while a file is made: neither its claim nor its temporary file can be removed."""
+    path = tmp_path / "00000.h5"
+    with (
+        faults.like_other_users(),
+        pytest.raises(OSError) as caught,
+        store.claim(path),
+        store.atomic_path(path) as part,
+    ):
+        part.touch()
+        tmp_path.chmod(0o555)
+        raise OSError(errno.EIO, "the first error")
+    tmp_path.chmod(0o755)
+    assert caught.value.errno == errno.EIO and caught.value.filename == str(path)
+    store.remove_leftovers(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+# --- what cannot be read is not damaged
+
+
+def opened(runs_dir: Path, **changes: Any) -> runs.Run:
+    return runs.Run(lapo.Args(runs_dir=runs_dir, **changes), "lapo", "test", {"train_hash": "a"})
+
+
+def written_run(runs_dir: Path, seed: int = 1) -> Path:
+    """A finished run without networks."""
+    args = lapo.Args(seed=seed)
+    folder = runs_dir / f"lapo/cheetah-run/default/seed{seed}"
+    identity = {"train_hash": "d", "test_hash": "d"}
+    store.write_json(folder / "args.json", runs.jsonable(args) | identity)
+    plan = {"image_size": 32, "expert": "student", "episode_length": 20}
+    result = {
+        "metrics": {"eval/nmse": 0.5, "eval/nmse_untrained": 0.75},
+        "seconds": {"lam": 9.0},
+        "stages": {"lam": {"samples_per_s": 80.0}, "policy": {}},
+        "peak_memory_gib": 1.0,
+        "machine": {"cpu": "a CPU", "gpu": None},
+        "dataset": {"train": {"plan": plan, "mean_return": 1.0, "success_rate": None, "action_variance": 0.5}},
+        "decoders": [{"num_labels": 128_000, "normalised_paper": 0.5}],
+    }
+    store.write_json(folder / "result.json", result)
+    return folder
+
+
+def readers(data: Path, tmp_path: Path) -> dict[str, tuple[Path, Callable[[], object]]]:
+    """Kinds of files, each with one of the kind and what reads it and would make it again if it were damaged."""
+    shard = read_shard(data / "cheetah-run/test/00000.h5")
+    mask, flow = (write_derived(shard, name, {"x": np.zeros(3)}, {"method": "import"}) for name in ("mine", "raft"))
+    plan = make_dataset.Split(data / "cheetah-run/test", shard.plan)
+    job = make_masks.Job(Dataset(data, "cheetah-run", "test"), ("distractor",), None, "mine", {"method": "import"})
+    first = opened(tmp_path / "runs")
+    checkpoint = first.save("lam", 3, {"x": torch.zeros(9)})
+    first.finish("policy", 1, {"cost": {}})
+    first.once("latents", lambda: torch.zeros(2))
+    first.close()
+    finished = written_run(tmp_path / "others")
+    return {
+        "shard": (shard.path, lambda: plan.is_missing(shard.path)),
+        "masks": (mask, lambda: make_masks.finished(job, shard)),
+        "flow": (flow, lambda: read_derived(shard, "raft")),
+        "checkpoint": (checkpoint, lambda: runs.read_checkpoint(checkpoint)),
+        "newest checkpoint": (checkpoint, lambda: first.restore("lam")),
+        "stage": (first.dir / "policy.pt", lambda: first.finished("policy")),
+        "table": (first.dir / "tables/latents.pt", lambda: first.once("latents", lambda: pytest.fail("made again"))),
+        "arguments": (first.dir / "args.json", lambda: opened(tmp_path / "runs")),
+        "result": (finished / "result.json", lambda: runs.is_finished(finished, lapo.Args())),
+    }
+
+
+KINDS = ["shard", "masks", "flow", "checkpoint", "newest checkpoint", "stage", "table", "arguments", "result"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("fault", "number"), [(faults.no_permission, errno.EACCES), (faults.no_more_files, errno.EMFILE)]
+)
+def test_what_cannot_be_opened_is_not_damaged(kind: str, fault: Any, number: int, data: Path, tmp_path: Path) -> None:
+    path, read = readers(data, tmp_path)[kind]
+    for stage in ("policy", "latents"):  # so that only the checkpoint is in question
+        if kind == "newest checkpoint":
+            next((tmp_path / "runs/lapo/cheetah-run/test/seed1").rglob(f"{stage}.pt")).unlink()
+    before = snapshot(data) | snapshot(tmp_path)
+    with pytest.raises(OSError) as caught, fault(path):
+        read()
+    assert caught.value.errno == number and (number == errno.EMFILE or caught.value.filename == str(path))
+    assert snapshot(data) | snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", ["shard", "masks", "flow", "checkpoint"])
+def test_a_failing_disk_is_no_damage(kind: str, data: Path, tmp_path: Path) -> None:
+    path, read = readers(data, tmp_path)[kind]
+    content = path.read_bytes()
+    with faults.failing_disk(path), pytest.raises(OSError) as caught:
+        read()
+    assert caught.value.errno == errno.EIO and caught.value.filename == str(path) and path.read_bytes() == content
+
+
+# --- bad content of files that were read whole
+
+CONTENTS: dict[str, bytes | None] = {
+    "empty": b"",
+    "no JSON": b'{"metrics": ',
+    "a list": b"[]",
+    "an object": b"{}",
+    "null": b"null",
+    "other types": b'{"metrics": [], "decoders": [1], "stages": 3, "num_labels": 5, "data_dir": 1, "seconds": null}',
+    "no UTF-8": b'{"a": "\xff"}',
+    "a folder": None,
+    "no permission": b"{}",
+}
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("name", ["args.json", "result.json"])
+def test_a_bad_file_of_a_run_is_named_and_loses_no_other_run(name: str, content: str, tmp_path: Path) -> None:
+    written_run(tmp_path, seed=1)
+    path = written_run(tmp_path, seed=2) / name
+    path.unlink()
+    if CONTENTS[content] is None:
+        path.mkdir()
+    else:
+        path.write_bytes(CONTENTS[content])
+        path.chmod(0 if content == "no permission" else 0o644)
+    with faults.like_other_users():
+        found, problems = report.find_runs(tmp_path)
+        assert [one.seed for one in found] == [1] and len(problems) == 1 and str(path) in problems[0]
+        assert "\n" not in problems[0] and ("remove the run" in problems[0]) == (
+            content not in ("no permission", "a folder")
+        )
+        args = make_figures.Args(tmp_path, tmp_path / "out")
+        (table, *_) = make_figures.score_tables(make_figures.Context(args, found))
+        assert any("0.5000" in entry.text for row in table.rows for entry in row)
+        args = lapo.Args(runs_dir=tmp_path, seed=2)
+        if name == "result.json":
+            assert not reproduce.is_finished(path.parent, args)
+            with pytest.raises((UserError, OSError)) as caught:
+                runs.is_finished(path.parent, args)
+        else:
+            with pytest.raises((UserError, OSError)) as caught:
+                runs.Run(args, "lapo", "default", {})
+    assert str(path) in str(caught.value) or str(path.parent) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"null", b'"x"', b"\xff"])
+def test_a_bad_control_is_computed_again(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "control.json"
+    path.write_bytes(content)
+    with pytest.raises(store.Damaged, match=f"{path} is damaged"):
+        store.read_json(path, float)
+
+
+@pytest.mark.parametrize("name", ["weights.pt", "weights.pth", "weights.safetensors"])
+@pytest.mark.parametrize(
+    ("content", "message"), [(PAGE, "is a web page"), (b"", "is something else"), (b"PK\3\4", "is something else")]
+)
+def test_something_else_as_a_file_of_weights(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    """The reader of RAFT's, DINOv2's and SAM's."""
+    (tmp_path / name).write_bytes(content)
+    for inside in (None, "model"):
+        with pytest.raises(UserError) as caught:
+            read_weights(tmp_path / name, "--checkpoint", inside)
+        text = str(caught.value)
+        assert text.startswith(f"--checkpoint {tmp_path / name}: {message}") and "weights_only" not in text
+        assert "expected is a file of weights (.pt, .pth or .safetensors)" in text and "\n" not in text
+
+
+@pytest.mark.parametrize("env", ["cheetah-run", "humanoid-walk"])
+@pytest.mark.parametrize("kind", ["student", "laom"])
+def test_a_web_page_as_an_expert(env: str, kind: Any, tmp_path: Path) -> None:
+    path = tmp_path / (f"{env}.safetensors" if kind == "student" else LAOM_FILES[env])
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(PAGE)
+    with pytest.raises(UserError, match=f"{path} ") as caught:
+        load_expert(env, kind, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+# --- what a user types
+
+
+def fields_of_paths() -> list[tuple[str, str, Any]]:
+    """Every script with every field that may be a path, and its default arguments."""
+    places = []
+    for script in SCRIPTS.split():
+        module = importlib.import_module(script)
+        make = getattr(module, "defaults", None) or getattr(module, "default_args", None)
+        default = make([]) if make else module.Args()
+        for field in dataclasses.fields(default):
+            if "Path" in str(field.type).replace("PathComponent", "") or field.name == "backgrounds":
+                places.append((script, field.name, default))
+    return places
+
+
+def test_a_home_is_expanded_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    places = fields_of_paths()
+    assert len(places) > 30 and {name for _, name, _ in places} >= {"backgrounds", "compare", "checkpoint", "out"}
+    (tmp_path / "file").touch()
+    for _, name, default in places:
+        old = getattr(default, name)
+        kind = str if name == "backgrounds" else Path
+        for word in ("~/x", "~nobody-here/x", "~/file/x"):
+            value = [kind(word)] if isinstance(old, (list, tuple)) else kind(word)
+            args = dataclasses.replace(default, **{name: value})
+            if (word == "~nobody-here/x" and kind is Path) or (word == "~/file/x" and name.endswith("_dir")):
+                with pytest.raises(UserError, match=r"no such home|file is a file where a folder should be"):
+                    checked(args)
+            elif word == "~/x":
+                expanded = getattr(checked(args), name)
+                assert str(expanded[0] if isinstance(value, list) else expanded) == f"{tmp_path}/x"
+
+
+BAD_NAMES = ["a/b", "../x", "..", ".", "a" * 201, "ä" * 101, "a\tb", "a\nb", "a\x7fb", "\udcff"]
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_what_cannot_be_a_name_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    fields = ("variant", "mask_source", "name", "data")
+    found = []
+    for script in SCRIPTS.split():
+        module = importlib.import_module(script)
+        if hasattr(module, "Args"):
+            for field in dataclasses.fields(module.Args):
+                if field.name in fields or (field.name == "env" and hasattr(module, "lam_loss")):
+                    assert declared_range(get_type_hints(module.Args, include_extras=True)[field.name])
+                    with pytest.raises(UserError, match=f"--{field.name.replace('_', '-')} "):
+                        checked(dataclasses.replace(module.Args(), **{field.name: name}))
+                    found.append((script, field.name))
+    assert len(found) >= 5 + 5 + 1 + 1 + 2
+
+
+def test_the_longest_names_fit(data: Path) -> None:
+    """With what is put around them: of a shard's masks, of a claim, of a temporary file."""
+    shard = read_shard(data / "cheetah-run/test/00000.h5")
+    name = "ä" * 100
+    with store.claim(write_derived(shard, name, {"x": np.zeros(3)}, {})):
+        assert read_derived(shard, name).arrays["x"].size == 3
+    args = masklam.Args(mask_source="ä" * 100, lam_lr=1 / 3, policy_lr=1 / 7)
+    assert len(runs.variant_name(args, masklam.Args()).encode()) <= 180
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"set": ["lam-lr=nan"]}, "--lam-lr is nan"),
+        ({"set": ["batch-size=0"]}, "--batch-size is 0"),
+        ({"methods": ["MaskLAM@GT"], "set": ["mask-source=../x"]}, "--mask-source is '../x'"),
+        ({"methods": ["../x"]}, "no such row or method script"),
+        ({"env": ["../x"]}, "../x"),
+    ],
+)
+def test_reproduce_refuses_what_its_scripts_would(words: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        reproduce.plan(reproduce.Args(**{"env": ["cheetah-run"], "seeds": 1} | words))
+    assert message in str(caught.value)
+    options = {"env": ["cheetah-run"], "seeds": 1, "methods": ["LAPO"], "data_set": ["backgrounds=a=b", "quick"]}
+    assert "--clips-dir=a=b" in reproduce.plan(reproduce.Args(**options))[0].argv
+
+
+@pytest.mark.parametrize(
+    ("script", "flag"),
+    [
+        ("masklam", "--data-dir"),
+        ("masklam", "--runs-dir"),
+        ("make_dataset", "--backgrounds"),
+        ("make_figures", "--out"),
+    ],
+)
+def test_names_that_are_not_utf8_and_a_poor_locale(script: str, flag: str, tmp_path: Path) -> None:
+    """The locale C, without Python's own remedies: ± on the output is no reason to stop, bad names are refused."""
+    environment = os.environ | {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = python(f"{script}.py", flag, f"{tmp_path}/\udcff", env=environment)
+    one_line(done, "\\udcff", "is not in UTF-8")
+    assert not list(tmp_path.iterdir())
+    if script == "make_figures":
+        seeds = [written_run(tmp_path / "ü", seed) for seed in (1, 2)]
+        link = tmp_path / "plain"
+        link.symlink_to(tmp_path / "ü")
+        folders = [link / seed.relative_to(tmp_path / "ü") for seed in seeds]
+        done = python("make_figures.py", "--compare", *folders, env=environment)
+        assert done.returncode == 0 and r"0.5000 \xb1 0.0000" in done.stdout, done.stderr
+
+
+# --- what a run needs at its end is tried before its start
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("MUJOCO_EGL_DEVICE_ID", "50"), ("PYOPENGL_PLATFORM", "nonsense"), ("MUJOCO_GL", "nonsense")],
+)
+def test_opengl_is_tried_before_the_first_stage(variable: str, value: str, planted_dir: Path, tmp_path: Path) -> None:
+    prepare = functools.partial(faults.environment, **{variable: value})
+    folders = {"data_dir": planted_dir, "runs_dir": tmp_path / "runs"}
+    done = run("masklam", tmp_path / "output", prepare, **WHOLE, **folders)
+    one_line(done, f"{variable}={value}")
+    assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "runs").exists()
+
+
+def test_a_finished_run_needs_nothing_any_more(planted_dir: Path, tmp_path: Path) -> None:
+    """Neither OpenGL nor, as the data was made with a folder of clips, these."""
+    args = lapo.Args(runs_dir=tmp_path)
+    written_run(tmp_path)
+    directory = runs.directory(args, "lapo", lapo.defaults)
+    test_set = Dataset(planted_dir, "cheetah-run", "test")
+    test_set.plan["distractors"]["backgrounds"] = "folder"
+    assert evaluation.held_out_distractors(test_set, args, directory).num_videos is None
+    (directory / "result.json").unlink()
+    with pytest.raises(UserError, match="--clips-dir"):
+        evaluation.held_out_distractors(test_set, args, directory)
+
+
+@pytest.mark.parametrize(
+    "environment", [{}, {"WANDB_API_KEY": "short"}, {"WANDB_MODE": "nonsense"}], ids=["no login", "key", "mode"]
+)
+def test_track_without_a_login_is_one_line(environment: dict[str, str], planted_dir: Path, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    login = {"HOME": str(tmp_path), "WANDB_API_KEY": "", "WANDB_MODE": "online"}
+    prepare = functools.partial(faults.environment, **login | environment)
+    words = methods.words(LAM | {"data_dir": planted_dir, "runs_dir": tmp_path / "runs"})
+    done = ScriptProcess("lapo", [*words, "--track"], tmp_path / "output", prepare=prepare).wait()
+    one_line(done, "--track: wandb cannot start", "`wandb login`", "WANDB_MODE=offline")
+
+
+def test_masks_that_are_empty(data: Path, capsys: pytest.CaptureFixture) -> None:
+    """Refused if all of them are, and told if most are; before there is a run."""
+    for share, name in ((0, "none"), (0.25, "few")):
+        for split in ("train", "test"):
+            shard = read_shard(data / f"cheetah-run/{split}/00000.h5")
+            masks = shard.arrays["distractor/mask"].copy()
+            masks[np.arange(len(masks)) % 4 >= 4 * share] = 0
+            write_derived(shard, name, {"distractor/mask": masks}, {})
+    args = masklam.Args(data_dir=data, mask_source="few")
+    assert masklam.open_split(args, "train").mask_source == "few"
+    assert "masks 'few' of the distractor render: 75% are empty" in capsys.readouterr().err
+    with pytest.raises(UserError, match="masks 'none' of the distractor render are all empty"):
+        masklam.open_split(dataclasses.replace(args, mask_source="none"), "train")
+
+
+# --- signals
+
+
+@pytest.mark.parametrize("number", methods.STOPS)
+@pytest.mark.usefixtures("signals")
+def test_each_signal_asks_for_the_end(number: int) -> None:
+    assert not stop_requested()
+    signal.raise_signal(number)
+    assert stop_requested()
+
+
+def test_signals_end_a_training_and_masks_with_saving(data: Path, given: Path, tmp_path: Path) -> None:
+    arguments = LAM | {"lam_updates": 100_000, "data_dir": data, "runs_dir": tmp_path / "runs", "log_every": 1}
+    process = ScriptProcess("masklam", methods.words(arguments), tmp_path / "a")
+    process.until(lambda: any((tmp_path / "runs").rglob("metrics.jsonl")) and b"loss" in log_of(tmp_path / "runs"))
+    process.signal(signal.SIGUSR1)
+    done = process.wait()
+    assert done.returncode == 128 + signal.SIGUSR1 and "rerun the same command to resume" in done.stderr
+    assert len(list((tmp_path / "runs").rglob("lam-*.pt"))) == 1
+    with store.claim(data / "cheetah-run/test/00000.mine.h5"):  # so that it waits
+        process = ScriptProcess("make_masks", methods.words(importing(data, given)), tmp_path / "b")
+        process.until(
+            lambda: "waiting" in (tmp_path / "b/stdout").read_text() if (tmp_path / "b/stdout").exists() else 0
+        )
+        process.signal(signal.SIGUSR2)
+        done = process.wait()
+    assert done.returncode == 128 + signal.SIGUSR2 and "rerun the same command to resume" in done.stderr
+
+
+def log_of(runs_dir: Path) -> bytes:
+    return next(runs_dir.rglob("metrics.jsonl")).read_bytes()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_signals_to_all_processes_of_make_dataset(number: int, tmp_path: Path) -> None:
+    """While its workers import: they say nothing, and it ends as after any stop."""
+    command = [sys.executable, "make_dataset.py", *DATASET.split(), str(tmp_path / "made"), "--workers", "2"]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=functools.partial(signal.signal, number, signal.SIG_DFL),
+    )
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while not any(b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children.read_text().split()):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+    os.killpg(process.pid, number)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 128 + number and "Traceback" not in errors, errors
+    assert "rerun the same command to resume" in errors
+    assert json.dumps([str(path) for path in tmp_path.rglob(".*") if path.is_file()]) == "[]"
