@@ -20,7 +20,9 @@ from common.distractors import synthetic_clip
 
 SIDE = 10  # of a square, in pixels
 REACH = 4  # largest step of a square, in pixels
-COLORS = ((230, 60, 40), (60, 90, 230))
+RAMP = np.linspace(0, 255, SIDE)
+# Colours that tell each pixel of a square from the others: of a plain one, the masked loss needs no latent action.
+PATCH = np.stack(np.broadcast_arrays(RAMP[:, None], RAMP[None], 128.0), axis=-1).astype(np.uint8)
 
 
 @dataclass
@@ -53,12 +55,12 @@ def main(args: Args) -> None:
         rng = np.random.default_rng([args.seed, episode])
         frames = synthetic_clip("train", 1000 + episode, size, args.steps + 1)
         actions = []
-        for color, name, start in zip(COLORS, ("left", "right"), (0, size // 2)):
+        for name, patch, start in (("left", PATCH, 0), ("right", 255 - PATCH, size // 2)):
             places = walk(rng, args.steps, np.array([0, start]), ends + np.array([0, start]))
             masks = np.zeros((args.steps + 1, size, size), bool)
             for frame, mask, (top, left) in zip(frames, masks, places):
                 mask[top : top + SIDE, left : left + SIDE] = True
-                frame[mask] = color
+                frame[top : top + SIDE, left : left + SIDE] = patch
             actions.append(np.diff(places, axis=0) / REACH)
             (args.out / name).mkdir(parents=True, exist_ok=True)
             np.save(args.out / name / f"{episode:05d}.npy", masks)
