@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY = passive
 
 .PHONY: quickstart test lint clean
 
-$(INSTALLED): requirements.txt requirements-sam.txt
+$(INSTALLED): requirements.txt requirements-videos.txt requirements-sam.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	SAM2_BUILD_CUDA=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -r requirements-sam.txt

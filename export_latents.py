@@ -24,7 +24,7 @@ from common.store import read_json
 
 @dataclass
 class Args:
-    run: Annotated[Path, tyro.conf.Positional] = Path()
+    run: Annotated[Path, tyro.conf.Positional]
     """directory of a finished run, which ends in seed1 or the like"""
     data: Name = ""
     """name of the dataset; empty: that of the run"""
@@ -108,4 +108,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    cli(main, Args())
+    cli(main, lambda argv: Args(tyro.MISSING))

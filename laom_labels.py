@@ -106,6 +106,8 @@ class Args:
     """tau of the encoder's exponential moving average, whose embeddings are the targets"""
     max_offset: Count = 10
     """largest k of the frame o_{t+k} that the action head sees during training"""
+    max_offset_seconds: Positive | None = None
+    """the same in seconds, for recorded videos of a known frame rate"""
     augment: bool = True
     """shift, rotate or distort every stack of frames at random during training"""
     lam_warmup_epochs: NotNegative = 1
@@ -258,7 +260,7 @@ class MLPBlock(nn.Module):
 class Head(nn.Module):
     """Three times a linear layer and a block, then a linear layer: to (B, out_dim).
 
-    Every linear layer but the last sees `context` (B, context_dim); the first one `first` (B, first_dim) too, if given.
+    Every linear layer but the last sees `context` (B, context_dim); the first one `x` (B, first_dim) too, if given.
     """
 
     def __init__(self, context_dim: int, first_dim: int, dim: int, out_dim: int) -> None:
@@ -267,8 +269,7 @@ class Head(nn.Module):
         self.blocks = nn.ModuleList(MLPBlock(dim) for _ in range(3))
         self.last = nn.Linear(dim, out_dim)
 
-    def forward(self, context: Tensor, first: Tensor | None = None) -> Tensor:
-        x = first
+    def forward(self, context: Tensor, x: Tensor | None = None) -> Tensor:
         for layer, block in zip(self.layers, self.blocks):
             x = block(layer(context if x is None else torch.cat([context, x], dim=1)))
         return self.last(x)
@@ -346,8 +347,7 @@ def lam_loss(model: LatentActionModel, batch: LabelledBatch, args: Args) -> tupl
         stacks = model.augmentation(stacks, torch.rand(len(stacks), 12, device=stacks.device))
     current, future, following = stacks.split([both, both, count])
     z, now = model.embed(current, future)
-    with torch.no_grad():
-        target = model.target(following)
+    target = model.target(following)  # its weights take no gradient
     predicted = model.observation_head(z[:count], now[:count].detach())  # no gradient to the present
     embedding_loss = F.mse_loss(predicted.float(), target.float())
     label_loss = F.mse_loss(model.true_action(z[count:]).float(), batch.labelled.action)
@@ -489,7 +489,7 @@ def main(args: Args) -> None:
         model = LatentActionModel(args, size, action_dim).apply(orthogonal_init).to(memory_format=torch.channels_last)
     model.move_target(rate=1.0)  # it starts as the encoder
     untrained = copy.deepcopy(model).eval()  # the control of the probe
-    sampler = LabelledSampler(train_set, labelled, args.batch_size, max_offset=args.max_offset, **options)
+    sampler = LabelledSampler(train_set, labelled, args.batch_size, max_offset=train_set.max_offset(args), **options)
     updates = updates_for(args.lam_epochs, args.lam_updates, sampler)
     move_target = partial(LatentActionModel.move_target, rate=args.target_rate)
     train(run, args, "lam", model, lam_loss, sampler, updates, args.lam_lr, args.lam_clip, probe, move_target)

@@ -11,7 +11,8 @@ command to resume. Several GPUs share the work: run it once on each.
 the order of their numbers: one per episode, numbered through the split, with a mask for each frame, the last one too.
 Rerun it after masks in DIR have changed.
 
-Datasets of import_data.py need --box, or --boxes FILE with one for each episode; --show-boxes draws them first.
+Datasets of import_data.py need --box, or --boxes FILE with one for each episode; --show-boxes draws them first. Their
+masks in --import may also lie in DIR itself, under the names of the videos: DIR/<name>.npy or DIR/<name>/.
 """
 
 import hashlib
@@ -285,6 +286,22 @@ def episode_paths(folder: Path, episodes: int) -> list[Path]:
     return paths
 
 
+def named_paths(folder: Path, sources: list[str]) -> list[Path]:
+    """The files (.npy) or folders of masks that are named like the videos `sources`. UserError if one is missing."""
+    if len(set(sources)) < len(sources):
+        raise UserError(
+            "--import: the videos were cut into several episodes each; number the masks by episode, see --help"
+        )
+    paths = []
+    for source in sources:
+        names = (source, Path(source).stem)
+        found = [folder / f"{name}.npy" for name in names] + [folder / name for name in names]
+        paths += [path for path in found if path.is_dir() or path.is_file()][:1]
+        if not paths or paths[-1] not in found:
+            raise UserError(f"--import: {folder} has no {names[1]}.npy and no folder {names[1]} for {source}")
+    return paths
+
+
 def read_episode(path: Path, frames: int, size: int) -> np.ndarray:
     """An episode's masks, bit-packed uint8 (frames, size * size / 8). UserError if number, size or values do not fit.
 
@@ -324,7 +341,10 @@ def check_import(args: Args, jobs: list[Job]) -> Segment:
     with Frames("checking", sum(job.dataset.num_frames * len(job.renders) for job in jobs), "frames") as progress:
         for job, render in [(each, render) for each in jobs for render in each.renders]:
             folder = args.import_dir / job.dataset.env / job.dataset.split / render
-            paths = iter(episode_paths(folder, job.dataset.num_episodes))
+            if job.dataset.is_recorded and not folder.is_dir():
+                paths = iter(named_paths(args.import_dir, job.dataset.episode_values("source")))
+            else:
+                paths = iter(episode_paths(folder, job.dataset.num_episodes))
             agent_seen = False
             for shard in job.dataset.shards:
                 job.paths[shard.path, render] = list(itertools.islice(paths, shard.num_episodes))

@@ -111,6 +111,8 @@ class Args:
     """gray out all but the agent in inputs and target; implies --no-loss-mask --no-mask-channel"""
     max_offset: Count = 10
     """largest k of the frame o_{t+k} that the IDM sees during training"""
+    max_offset_seconds: Positive | None = None
+    """the same in seconds, for recorded videos of a known frame rate"""
     mask_norm: Literal["sample", "batch"] = "sample"
     """divide the masked error by the mask's pixels of each sample (the paper's equation 3), or of the whole batch"""
     mask_dilation: Annotated[int, Range(-3, 3)] = 0
@@ -294,7 +296,7 @@ def open_split(args: Args, split: str) -> Dataset:
     dataset = Dataset(args.data_dir, args.env, split, render, args.mask_source)
     check_masks(dataset)
     if args.occlusion:  # its box is that of the masks from t-2 to t+10, whatever k is
-        attach_mask_blocks(dataset, "blocks", first=-2, last=max(10, args.max_offset))
+        attach_mask_blocks(dataset, "blocks", first=-2, last=max(10, dataset.max_offset(args)))
     return dataset
 
 
@@ -460,7 +462,7 @@ def main(args: Args) -> None:
     model = LatentActionModel(args, size, action_dim).apply(orthogonal_init)
     model.to(device, memory_format=torch.channels_last)
     untrained = copy.deepcopy(model).eval()  # the control of the probe
-    windows = {"max_offset": args.max_offset, "fields": input_fields(args)}
+    windows = {"max_offset": train_set.max_offset(args), "fields": input_fields(args)}
     sampler = Sampler(train_set, args.batch_size, **windows, **options)
     updates = updates_for(args.lam_epochs, args.lam_updates, sampler)
     train(run, args, "lam", model, lam_loss, sampler, updates, args.lam_lr, args.lam_clip, probe)

@@ -207,6 +207,14 @@ class Dataset:
         scale = self.plan.get("action_scale")
         return (np.array(scale["high"]) - scale["low"]) / 2 if scale else np.ones(self.action_dim)
 
+    def max_offset(self, args: Any) -> int:
+        """A script's --max-offset in frames, also if it is given in seconds. UserError if the rate is not known."""
+        if args.max_offset_seconds is None:
+            return args.max_offset
+        if not self.plan.get("fps"):
+            raise UserError(f"--max-offset-seconds: {self.folder} has no frame rate; use --max-offset, in frames")
+        return max(1, round(args.max_offset_seconds * self.plan["fps"]))
+
     def episode_values(self, name: str) -> list[Any]:
         """What the shards say of each episode under a name (seed, source, ...), in order."""
         return [value for shard in self.shards for value in shard.episodes[name]]

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -206,10 +207,12 @@ def _distractors(test_set: Dataset, clips_dir: Path | None) -> DistractorConfig:
     config = DistractorConfig(
         backgrounds=str(folder) if kind == "folder" else kind,
         davis_dir=folder,
-        num_videos=len(settings["clips"]),
+        num_videos=len(settings["clips"] or ()),
         camera_scale=settings["camera_scale"],
         color_scale=settings["color_scale"],
     )
+    if settings["clips"] is None:  # imported from the paper's authors, whose clips are not known
+        return replace(config, num_videos=None)
     if clips_dir is not None and not clips_dir.is_dir():
         raise UserError(f"--clips-dir {clips_dir} is no folder")
     try:

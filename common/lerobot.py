@@ -1,10 +1,9 @@
-"""Datasets of the Hugging Face hub: robots' (LeRobot's formats v2.1 and v3.0), and those of the paper's authors."""
+"""Reads robots' datasets in LeRobot's formats v2.1 and v3.0, from a folder or the Hugging Face hub."""
 
 import itertools
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,8 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from common import media
-from common.cli import UserError
+from common.cli import Progress, UserError
 from common.recordings import CORES, Recording, Source, frame_times, read_rows
-from common.tasks import get_task
-
-AUTHORS = {
-    "dcs": "EpicPinkPenguin/visual_distracting_control_suite",
-    "dmw": "EpicPinkPenguin/visual_distracting_metaworld",
-}
 
 
 def fetch(repository: str, patterns: list[str]) -> Path:
@@ -42,15 +35,26 @@ def read_information(root: Path) -> dict[str, Any]:
         lacking = {"codebase_version", "fps", "features"} - information.keys()
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{path}: no description of a LeRobot dataset ({error}); copy the dataset again") from error
-    if lacking or not re.match(r"v[23]\.", information["codebase_version"]):
+    if lacking or not re.match(r"v[23]\.", str(information["codebase_version"])):
         what = f"lacks {', '.join(sorted(lacking))}" if lacking else f"format {information['codebase_version']}"
         raise UserError(f"{path}: {what}; the formats v2.1 and v3.0 can be read")
     return information
 
 
-def choose_camera(root: Path, information: dict[str, Any], camera: str | None) -> str:
+def locate(place: str, camera: str | None) -> tuple[Path, str]:
+    """The folder of a dataset, which is downloaded if `place` is user/repo, and the feature that holds the frames."""
+    root, on_hub = Path(place).expanduser(), False
+    if not root.is_dir() and re.fullmatch(r"[\w.-]+/[\w.-]+", place):
+        root, on_hub = fetch(place, ["meta/*"]), True
+    camera = choose_camera(root, read_information(root)["features"], camera)
+    if on_hub:
+        fetch(place, ["data/*", f"*/{camera}/*"])
+    return root, camera
+
+
+def choose_camera(root: Path, features: dict[str, Any], camera: str | None) -> str:
     """The feature that holds the frames: the one that was asked for, or the only one of type video or image."""
-    cameras = [name for name, feature in information["features"].items() if feature["dtype"] in ("video", "image")]
+    cameras = [name for name, feature in features.items() if feature.get("dtype") in ("video", "image")]
     if camera in cameras or (camera is None and len(cameras) == 1):
         return camera or cameras[0]
     problem = f"no camera {camera}" if camera else f"{len(cameras)} cameras"
@@ -102,9 +106,17 @@ def _find_video(root: Path, file: str) -> Path:
 
 def _check_video(root: Path, file: str, frames: int) -> None:
     path = _find_video(root, file)
-    count, _ = frame_times(path, decode=True)
+    count, _, _ = frame_times(path, decode=True)
     if count != frames:
         raise UserError(f"{path}: has {count} frames, its episodes have {frames}")
+
+
+def episode_range(text: str | None) -> range:
+    """`0:50` as a range."""
+    match = re.fullmatch(r"(\d*):(\d*)", text or ":")
+    if match is None:
+        raise UserError(f"--episodes {text}: write the first one and the one after the last, such as 0:50")
+    return range(int(match[1] or 0), int(match[2] or 2**31))
 
 
 def read_lerobot(source: Source, camera: str, action: str | None, episodes: range) -> None:
@@ -125,7 +137,8 @@ def read_lerobot(source: Source, camera: str, action: str | None, episodes: rang
     parts = list(read_rows(source, sorted(root.glob("data/**/*.parquet")), keys | indices))
     if not parts:
         raise UserError(f"{root / 'data'}: holds no tables that can be read; copy the dataset again")
-    rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    with media.readable(root / "data", "tables of one kind"):
+        rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     order = np.lexsort((rows["frame"][:, 0], rows["episode"][:, 0]))
     rows = {name: values[order] for name, values in rows.items()}
     ends: dict[str, int] = defaultdict(int)  # the frames that each video must have
@@ -134,7 +147,8 @@ def read_lerobot(source: Source, camera: str, action: str | None, episodes: rang
 
     wanted = {number: listed[number] for number in sorted(listed) if number in episodes}
     files = {file for file, _, _ in wanted.values()} if source.skip_bad and not in_tables else set()
-    with ThreadPoolExecutor(CORES) as pool:  # decoding is ffmpeg's work
+    # Decoding is ffmpeg's work.
+    with ThreadPoolExecutor(CORES) as pool, Progress(str(root), len(wanted), "recordings") as progress:
         checks = {file: pool.submit(_check_video, root, file, ends[file]) for file in files}
         for number, (file, first, length) in wanted.items():
             with source.checked():
@@ -142,13 +156,18 @@ def read_lerobot(source: Source, camera: str, action: str | None, episodes: rang
                 place, tables = rows["place"][mine], {name: rows[name][mine] for name in keys}
                 if not np.array_equal(rows["frame"][mine, 0], np.arange(length)):
                     raise UserError(f"{root / 'data'}: {len(place)} rows for the {length} frames of episode {number}")
-                row = [f"{root / source.files[table]}: row {index}" for table, index in place].__getitem__
+
+                def row_of(row: int, place: np.ndarray = place) -> str:
+                    return f"{root / source.files[place[row, 0]]}: row {place[row, 1]}"
+
                 if not in_tables:
                     video = source.number(_find_video(root, file), ends[file])
                     place = np.stack([np.full(length, video), first + np.arange(length)], axis=1)
                 if file in checks:
                     checks[file].result()
-                source.recordings.append(Recording(f"episode {number}", place, np.arange(length) / fps, tables, row))
+                seconds = np.arange(length) / fps
+                source.recordings.append(Recording(f"episode {number}", place, seconds, tables, row_of))
+            progress.update()
 
 
 def _flat(names: Any) -> list[str]:
@@ -156,76 +175,3 @@ def _flat(names: Any) -> list[str]:
     if isinstance(names, dict):
         names = list(names.values())
     return [name for item in names or [] for name in (_flat(item) if isinstance(item, (list, dict)) else [str(item)])]
-
-
-# -------------------------------------------------------------------------------------------------- the paper's authors
-
-
-def read_authors(source: Source, task: str, distractor: str, on_hub: bool, most: dict[str, int | None]) -> list[str]:
-    """Whole episodes of both splits. Returns the renders that there are. most: transitions of a split that suffice.
-
-    A row has an observation and the action taken there. On Meta-World its reward and flags came with the observation,
-    so that they belong to the action in the row before; on the Control Suite the reward belongs to the row's action.
-    Either way an episode ends with the flagged row, whose action leads nowhere.
-    """
-    meta_world = get_task(task).suite == "dmw"
-    configuration = authors_configuration(task, distractor)
-    renders = {"clean": "observation"} if distractor == "none" or meta_world else {"distractor": "observation"}
-    if meta_world and distractor != "none":
-        renders["distractor"] = "observation_distracted"
-    keys = {name: name for name in ("state", "action", "reward", "terminated", "truncated")}
-    for split in ("train", "test"):
-        parts, transitions = [], 0
-        for part in read_rows(
-            source,
-            _authors_files(source.root, configuration, split, on_hub and AUTHORS["dmw" if meta_world else "dcs"]),
-            keys,
-        ):
-            parts.append(part)
-            ended = np.flatnonzero(part["terminated"] | part["truncated"])
-            if len(ended) and most[split] is not None and transitions + ended[-1] + 1 - len(ended) >= most[split]:
-                break
-            transitions += len(part["place"]) - len(ended)
-        rows = {name: np.concatenate([part[name] for part in parts]) for name in keys | {"place": ""}} if parts else {}
-        stops = np.flatnonzero(rows["terminated"] | rows["truncated"]) + 1 if parts else []
-        if not len(stops):
-            raise UserError(f"{source.root / configuration}: no whole episode of the {split} split in it")
-        transitions = 0
-        for number, (start, stop) in enumerate(itertools.pairwise([0, *stops.tolist()])):
-            if most[split] is not None and transitions >= most[split]:
-                break
-            mine = slice(start, stop)
-            tables = {name: rows[name][mine] for name in ("action", "state")}
-            tables["reward"] = rows["reward"][mine, 0]
-            if meta_world:
-                tables["reward"] = np.append(tables["reward"][1:], 0)
-                tables["success"] = np.append(rows["terminated"][mine, 0][1:], False)
-            tables["reward"][-1] = 0
-            transitions += stop - start - 1
-            source.recordings.append(Recording(f"{split} {number}", rows["place"][mine], None, tables, split=split))
-    columns = pq.read_schema(source.root / source.files[0]).names
-    source.columns = {f"{render}/observation": column for render, column in renders.items()}
-    source.columns |= {f"{render}/mask": "mask" for render in renders}
-    source.columns |= {"sam/mask": "pred_mask"} if "pred_mask" in columns else {}
-    return list(renders)
-
-
-def authors_configuration(task: str, distractor: str) -> str:
-    """The name of a configuration of the authors' datasets."""
-    if get_task(task).suite == "dmw":
-        return f"{task}-v3"
-    return task.replace("-", "_") + ("" if distractor == "none" else f"_distractor_{distractor}")
-
-
-def _authors_files(root: Path, configuration: str, split: str, repository: str | None) -> Iterator[Path]:
-    """The parquet files of a split, from the hub each when it is asked for."""
-    if not repository:
-        yield from sorted(root.glob(f"{configuration}/{split}-*.parquet"))
-        return
-    from huggingface_hub import list_repo_files
-
-    with media.readable(Path(repository), "a dataset of the hub"):
-        names = sorted(list_repo_files(repository, repo_type="dataset"))
-    for name in names:
-        if re.fullmatch(rf"{configuration}/{split}-.*\.parquet", name):
-            yield fetch(repository, [name]) / name

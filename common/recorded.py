@@ -97,7 +97,8 @@ def save_latents(folder: Path, dataset: Dataset, latents: Tensor) -> list[Path]:
     """Writes the latent actions of all transitions of a split and draws those of some episodes over time.
 
     ``<folder>/<split>.npz`` has, for each transition: `z` float32 (N, d_z); `episode` and `frame`, int (N,), where it
-    is in the split; `source` (N,), the file or episode that it was imported from; `seconds` (N,), where it is in there.
+    is in the split; `source` (N,), the file or episode that it was imported from; `seconds` (N,), where it is in there;
+    and `action` (N, A), where there are any, in the units of what was imported.
 
     Args:
         latents: (N, d_z), in the order of `dataset.transitions`.
@@ -111,6 +112,8 @@ def save_latents(folder: Path, dataset: Dataset, latents: Tensor) -> list[Path]:
     if dataset.is_recorded:
         source, start = (np.array(dataset.episode_values(name)) for name in ("source", "start_seconds"))
         values |= {"source": source[episode], "seconds": start[episode] + frame / (dataset.plan["fps"] or np.nan)}
+    if dataset.action_dim:
+        values["action"] = dataset.original_action(dataset.action[t])
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_path(folder / f"{dataset.split}.npz") as temporary:
         np.savez(temporary, **values)

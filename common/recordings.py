@@ -5,6 +5,7 @@ their frames; `Source.pictures` decodes the frames that are stored.
 """
 
 import contextlib
+import functools
 import io
 import os
 import re
@@ -19,11 +20,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet as pq
+from PIL import Image, ImageOps
 
 from common import media
-from common.cli import Stopped, UserError, stop_requested
+from common.cli import Progress, Stopped, UserError, stop_requested
 
 CORES = len(os.sched_getaffinity(0))
+PERCENTILES = (0.1, 99.9)  # of the train actions in a dimension, which become -1 and 1
+CONSTANT = 1e-6  # the range, relative to the values, below which a dimension counts as constant
+MOST_CATEGORIES = 1000
 
 
 @dataclass
@@ -43,7 +48,7 @@ class Recording:
         if fps is None or seconds is None or count < 2:
             return np.arange(0, count, stride or 1)
         steps = np.diff(seconds)
-        step = float(np.median(steps))
+        step = float(np.percentile(steps, 10))  # a variable rate pauses where nothing happens
         if steps.min() < 0 or step == 0:
             raise UserError(f"{self.name}: the times of its frames do not rise, so --fps is not possible")
         if fps * step > 1.01:
@@ -97,11 +102,11 @@ class Source:
     """Files, and what a reader found in them."""
 
     root: Path
+    skip_bad: bool | None = None  # None where the user has no such choice
     files: list[str] = field(default_factory=list)  # relative to root
     frames: list[int | None] = field(default_factory=list)  # that each file must have, None: any number
     columns: dict[str, str] = field(default_factory=dict)  # array of a shard -> column with pictures; empty for videos
     masks: dict[str, str] = field(default_factory=dict)  # file -> its masks, relative to the masks' folder
-    skip_bad: bool = False
     skipped: list[str] = field(default_factory=list)  # what is wrong with what was left out
     recordings: list[Recording] = field(default_factory=list)
     action_names: list[str] | None = None
@@ -121,7 +126,8 @@ class Source:
             yield
         except UserError as error:
             if not self.skip_bad:
-                raise UserError(f"{error}; or leave out what is bad with --skip-bad") from error
+                hint = "" if self.skip_bad is None else "; or leave out what is bad with --skip-bad"
+                raise UserError(f"{error}{hint}") from error
             self.skipped.append(str(error))
 
     def pictures(self, place: np.ndarray, last: np.ndarray, masks: Path | None) -> Iterator[dict[str, np.ndarray]]:
@@ -166,8 +172,8 @@ def _mask_reader(path: Path) -> Callable[[int], np.ndarray]:
         images = media.image_files(path)
         return lambda ordinal: media.read_mask(images[ordinal])
     masks = np.load(path, mmap_mode="r")
-    top = 255 if masks.max() > 1 else 1
-    return lambda ordinal: masks[ordinal] >= top / 2
+    half = 0.5 if masks.max() <= 1 else 127.5
+    return lambda ordinal: masks[ordinal] >= half
 
 
 def _table_pictures(path: Path, rows: np.ndarray, columns: dict[str, str]) -> Iterator[dict[str, np.ndarray]]:
@@ -198,6 +204,17 @@ def _picture(value: Any, name: str, path: Path) -> np.ndarray:
     if name.endswith("/mask"):
         return image.any(axis=2) if image.ndim == 3 else image > 0
     return image
+
+
+def as_square(picture: np.ndarray, size: int, how: str | None, file: str) -> np.ndarray:
+    """A frame, uint8 (H, W, 3), or a mask, bool (H, W), as a square; how: crop or pad, None if it must be one."""
+    if picture.shape[:2] == (size, size):
+        return picture
+    if how is None:
+        raise UserError(f"{file}: pictures of {picture.shape[1]} x {picture.shape[0]} pixels, expected {size} x {size}")
+    image = Image.fromarray(picture * np.uint8(255) if picture.dtype == bool else picture)
+    image = (ImageOps.fit if how == "crop" else ImageOps.pad)(image, (size, size), Image.Resampling.BICUBIC)
+    return np.asarray(image) > 127 if picture.dtype == bool else np.asarray(image)
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
@@ -258,58 +275,198 @@ def read_rows(source: Source, paths: Iterable[Path], keys: dict[str, str]) -> It
 
 
 def read_videos(source: Source, masks: Path | None, actions: Path | None) -> None:
-    """Video files and folders of images, an episode each."""
-    paths = [
-        path for path in media.listing(source.root) if path.is_dir() or path.suffix.lower() in media.VIDEO_SUFFIXES
-    ]
+    """Video files and folders of images, an episode each; in the folders train and test, if there are both."""
+    folders = [source.root / split for split in ("train", "test")]
+    split_by_folder = all(folder.is_dir() for folder in folders)
+    listed = [path for folder in (folders if split_by_folder else [source.root]) for path in media.listing(folder)]
+    paths = [path for path in listed if path.is_dir() or path.suffix.lower() in media.VIDEO_SUFFIXES]
     stems = [path.name if path.is_dir() else path.stem for path in paths]
     if not paths:
         raise UserError(f"{source.root}: holds no video files and no folders of images, one for each episode")
     if len(set(stems)) < len(stems):
         raise UserError(f"{source.root}: two episodes are called {max(stems, key=stems.count)}; rename one")
     pool = ThreadPoolExecutor(CORES)  # decoding is ffmpeg's work
-    jobs = [pool.submit(frame_times, path, source.skip_bad) for path in paths]
+    jobs = [pool.submit(frame_times, path, decode=bool(source.skip_bad)) for path in paths]
+    progress = Progress(str(source.root), len(paths), "recordings")
     try:
         for path, stem, job in zip(paths, stems, jobs):
             with source.checked():
-                count, seconds = job.result()
-                recording = Recording(path.name, np.empty((0, 2)), seconds)
+                count, seconds, size = job.result()
+                split = path.parent.name if split_by_folder else None
+                recording = Recording(path.name, np.empty((0, 2)), seconds, split=split)
                 if actions is not None:
                     table, recording.tables["action"], source.action_names = read_table(actions, stem)
                     rows = len(recording.tables["action"])
                     if rows not in (count, count - 1):
                         raise UserError(f"{table}: {rows} rows for {count} frames; the last one may be missing")
-                    recording.row = f"{table}: row {{}}".format
+                    recording.row = functools.partial("{}: row {}".format, table)
                 if masks is not None:
-                    source.masks[path.name] = _find_masks(masks, stem, count)
+                    source.masks[path.name] = _find_masks(masks, stem, (count, *size))
                 file = source.number(path, count)
                 recording.place = np.stack([np.full(count, file), np.arange(count)], axis=1)
                 source.recordings.append(recording)
+            progress.update()
     finally:
+        progress.close()
         pool.shutdown(cancel_futures=True)
 
 
-def frame_times(path: Path, decode: bool) -> tuple[int, np.ndarray | None]:
-    """The number of frames, and their times in seconds; no times for a folder of images, which is decoded if asked."""
+def frame_times(path: Path, decode: bool) -> tuple[int, np.ndarray | None, tuple[int, int]]:
+    """The number of frames, their times in seconds, and their height and width.
+
+    A folder of images has no times, and is decoded only if asked.
+    """
     if path.is_dir():
         images = media.image_files(path)
-        return (sum(1 for _ in media.frames(path)) if decode or not images else len(images)), None
+        count = sum(1 for _ in media.frames(path)) if decode or not images else len(images)
+        return count, None, media.read_image(images[0]).shape[:2]
     seconds, sizes = [], set()
     for time, frame in media.timed_frames(path):
         seconds.append(time)
-        sizes.add(frame.shape)
+        sizes.add(frame.shape[:2])
         if stop_requested():
             raise Stopped("nothing was written")
     if len(sizes) > 1:
         raise UserError(f"{path}: the size of its frames changes")
-    return len(seconds), np.array(seconds)
+    return len(seconds), np.array(seconds), sizes.pop()
 
 
-def _find_masks(folder: Path, stem: str, frames: int) -> str:
+def _find_masks(folder: Path, stem: str, expected: tuple[int, int, int]) -> str:
     """The name of an episode's masks in a folder: .npy (frames, H, W), or a folder of images, one for each frame."""
     path = folder / stem if (folder / stem).is_dir() else folder / f"{stem}.npy"
     with media.readable(path, "masks"):
-        count = len(media.image_files(path)) if path.is_dir() else len(np.load(path, mmap_mode="r"))
-    if count != frames:
-        raise UserError(f"{path}: {count} masks, but the video has {frames} frames")
+        if path.is_dir():
+            images = media.image_files(path)
+            shape = (len(images), *(media.read_mask(images[0]).shape if images else ()))
+        else:
+            masks = np.load(path, mmap_mode="r")
+            shape, top = masks.shape, masks.max()
+            fraction = masks.dtype.kind == "f" and masks.min() >= 0 and top <= 1
+            if not fraction and not (top in (0, 1, 255) and np.isin(masks, (0, top)).all()):
+                raise UserError(f"{path}: from {masks.min()} to {top}; masks hold 0 and 1, 0 and 255, or 0.0 to 1.0")
+    if shape != expected:
+        raise UserError(f"{path}: shape {shape}, expected (frames, height, width) = {expected}")
     return path.name
+
+
+# --------------------------------------------------------------------------------------------------- splits and actions
+
+
+def cut_recordings(
+    source: Source, fps: float | None, stride: int | None, reduce: str, clip_seconds: float | None
+) -> list[list[Recording]]:
+    """The episodes of each recording, of at least two frames; notes how many had fewer."""
+    groups, short = [], 0
+    for recording in source.recordings:
+        with source.checked():
+            clips = recording.at_rate(fps, stride, reduce).clips(clip_seconds)
+            groups.append([clip for clip in clips if len(clip.place) > 1])
+            short += len(clips) - len(groups[-1])
+    if short:
+        source.skipped.append(f"{short} episodes of fewer than two frames")
+    return groups
+
+
+def split_episodes(groups: list[list[Recording]], share: float, seed: int) -> tuple[list[Recording], list[Recording]]:
+    """Train and test episodes. What a recording gives for testing is its last episodes, so that they lie apart in time.
+
+    At least one episode is in each split; recordings take turns in an order that the seed decides.
+    """
+    named = {split: [one for group in groups for one in group if one.split == split] for split in ("train", "test")}
+    if all(named.values()):  # the data say it themselves
+        return named["train"], named["test"]
+    total = sum(map(len, groups))
+    if total < 2:
+        raise UserError(f"{total} episodes of two frames and more; two are needed, one for testing: see --clip-seconds")
+    wanted, before = min(max(1, round(share * total)), total - 1), 0
+    train: dict[int, list[Recording]] = {}
+    test: dict[int, list[Recording]] = {}
+    for number in np.random.default_rng(seed).permutation(len(groups)).tolist():
+        group = groups[number]
+        count = wanted * (before + len(group)) // total - wanted * before // total
+        train[number], test[number] = group[: len(group) - count], group[len(group) - count :]
+        before += len(group)
+    in_order = range(len(groups))
+    return [one for i in in_order for one in train[i]], [one for i in in_order for one in test[i]]
+
+
+def one_hot(source: Source) -> bool:
+    """Whether the actions are categories, one column of integers; turns them into vectors of zeros and ones."""
+    with_actions = [recording for recording in source.recordings if "action" in recording.tables]
+    columns = [recording.tables["action"][: len(recording.place) - 1] for recording in with_actions]
+    if not columns or any(column.dtype.kind == "f" or column.shape[1] != 1 for column in columns):
+        return False
+    categories = np.unique(np.concatenate(columns))
+    if len(categories) > MOST_CATEGORIES:
+        raise UserError(
+            f"the actions are {len(categories)} different integers; store them as floats if they are numbers"
+        )
+    for recording in with_actions:
+        recording.tables["action"] = (recording.tables["action"] == categories).astype(np.float64)
+    source.action_names = [str(category) for category in categories]
+    print(f"actions: {len(categories)} categories, stored one-hot")
+    return True
+
+
+def scale_of(action: np.ndarray, names: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """What becomes -1 and 1 in each dimension of actions (N, A); equal for a constant dimension, which is said."""
+    low, high = np.percentile(action, PERCENTILES, axis=0)
+    least, most = action.min(axis=0), action.max(axis=0)
+    smallest = CONSTANT * np.maximum(abs(least), abs(most))
+    moves_rarely = high - low <= smallest  # in less than 0.1% of the steps, if at all
+    low, high = np.where(moves_rarely, least, low), np.where(moves_rarely, most, high)
+    constant = high - low <= smallest
+    if constant.any():
+        print(f"actions: constant, stored as zero: {', '.join(np.array(names)[constant])}")
+    return low, np.where(constant, low, high)
+
+
+def common_width(name: str, episodes: list[Recording]) -> int:
+    """The dimensions of the actions or states of all episodes, 0 if there are none. UserError if they differ."""
+    widths = {episode.tables[name].shape[1] if name in episode.tables else 0 for episode in episodes}
+    if len(widths) > 1:
+        raise UserError(f"the {name}s have {' and '.join(map(str, sorted(widths)))} dimensions; they must agree")
+    return widths.pop()
+
+
+def common_rate(episodes: list[Recording]) -> float | None:
+    """The frames per second, None if they are not known or vary."""
+    if any(episode.seconds is None for episode in episodes):
+        return None
+    rates = []
+    for episode in episodes:
+        steps = np.diff(episode.seconds)
+        if abs(steps.mean() - np.median(steps)) > 0.05 * steps.mean() or not steps.mean() > 0:
+            return None  # more than what rounding the times does
+        rates.append(1 / float(steps.mean()))
+    return round(rates[0], 3) if max(rates) < 1.01 * min(rates) else None
+
+
+def normalise_actions(
+    train: list[Recording], test: list[Recording], names: list[str] | None, discrete: bool
+) -> dict[str, Any]:
+    """Normalises the actions of all episodes by those of the train split, and returns the scale for the plan."""
+    width, names = train[0].tables["action"].shape[1], names or []
+    labels = names if len(names) == width else [str(number) for number in range(width)]
+    low, high = np.full(width, -1.0), np.full(width, 1.0)  # which leaves one-hot vectors as they are
+    if not discrete:
+        action = np.concatenate([episode.tables["action"][:-1] for episode in train])
+        low, high = scale_of(action, labels)
+    span = np.where(high > low, high - low, np.inf)
+    for episode in train + test:
+        episode.tables["action"] = np.where(high > low, 2 * (episode.tables["action"] - low) / span - 1, 0)
+    return {"low": low.tolist(), "high": high.tolist(), "names": names if labels == names else None}
+
+
+def plan_arrays(episodes: list[Recording], schema: dict[str, tuple[str, tuple[int, ...]]]) -> dict[str, np.ndarray]:
+    """The tables of all episodes as a shard has them, and `place` int64 (T, 2) and `episode_start` int64 (N + 1,)."""
+    arrays = {
+        name: np.concatenate([episode.tables[name] for episode in episodes]).astype(dtype)
+        for name, (dtype, _) in schema.items()
+        if "/" not in name
+    }
+    arrays["place"] = np.concatenate([episode.place for episode in episodes]).astype(np.int64)
+    arrays["episode_start"] = np.cumsum([0] + [len(episode.place) for episode in episodes])
+    if "action" in arrays:
+        arrays["action"][arrays["episode_start"][1:] - 1] = np.nan
+    return arrays

@@ -32,6 +32,7 @@ from common.cli import UserError
 from common.store import Damaged
 
 SHARD_BYTES = 250 * 10**6  # a shard is built in memory, once as arrays and once as a file
+MIN_SHARDS = 8  # of what is imported, so that several processes share it, and little is lost when one is stopped
 DERIVED = ("raft",)  # names of files beside a shard that are no masks; training makes them
 
 
@@ -158,17 +159,38 @@ def missing_shards(shards: list[Shard]) -> str:
 
 
 def shard_episodes(plan: dict[str, Any], shard: int) -> range:
-    """The episodes of a shard: [shard * n, (shard + 1) * n), the last shard of the Control Suite may have fewer."""
+    """The episodes of a shard: [shard * n, (shard + 1) * n), fewer in the last one where their number is fixed."""
     start = shard * plan["episodes_per_shard"]
     stop = start + plan["episodes_per_shard"]
     return range(start, stop if plan["num_episodes"] is None else min(stop, plan["num_episodes"]))
+
+
+def divide(plan: dict[str, Any], frames: list[int]) -> dict[str, Any]:
+    """What the plan of a split says of episodes with so many frames each, to be stored in shards of at most 250 MB.
+
+    plan: what `frame_schema` needs. UserError if an episode is larger than a shard.
+    """
+    size = frame_bytes(plan) * max(frames)
+    if size > SHARD_BYTES:
+        raise UserError(
+            f"an episode of {max(frames):,} frames takes {size / 1e6:.0f} MB, and a shard has at most "
+            f"{SHARD_BYTES / 1e6:.0f} MB; cut it with --clip-seconds, or lower --fps or --size"
+        )
+    per_shard = min(SHARD_BYTES // size, -(-len(frames) // MIN_SHARDS))
+    return {
+        "num_transitions": sum(frames) - len(frames),
+        "episode_length": max(frames) - 1,
+        "episodes_per_shard": per_shard,
+        "num_episodes": len(frames),
+        "num_shards": -(-len(frames) // per_shard),
+    }
 
 
 @dataclass
 class Split:
     """Which shards of a split exist, and which one to make next.
 
-    On the Control Suite the plan fixes the number of shards. On Meta-World episodes end on success, so shards are made
+    The plan fixes the number of shards, but for Meta-World. There episodes end on success, so shards are made
     in order until the unbroken row from shard 0 on has the transitions that were asked for; what several processes
     made beyond that shard is removed again. Either way the outcome is the same for any number of processes.
     """
@@ -221,13 +243,16 @@ class Split:
             for path in set(shard_paths(self.folder)) - set(self.candidates()):
                 path.unlink(missing_ok=True)
 
+    def frames_there(self) -> int:
+        """The frames of the shards that are complete."""
+        shards = self.transitions.items()
+        return sum(count + len(shard_episodes(self.plan, int(path.stem))) for path, count in shards)
+
     def frames(self) -> tuple[int, int]:
         """The frames of the whole split (on Meta-World about as many), and how many of them are there."""
         episodes = self.plan["num_episodes"]
         total = self.plan["num_transitions"] if episodes is None else episodes * (self.plan["episode_length"] + 1)
-        shards = self.transitions.items()
-        there = sum(count + len(shard_episodes(self.plan, int(path.stem))) for path, count in shards)
-        return total, total if self.is_complete() else min(there, total)
+        return total, total if self.is_complete() else min(self.frames_there(), total)
 
 
 # ---------------------------------------------------------------------------------- files that are derived from a shard

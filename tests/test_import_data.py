@@ -1,15 +1,34 @@
 """import_data.py: real files of every kind it reads, and what is wrong with them."""
 
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
+import imageio_ffmpeg
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+import tyro
+from PIL import Image
 
-from common.cli import UserError
+import import_data
+from common import recordings, shards, store
+from common.cli import Range, UserError, declared_range
 from common.dataset import Dataset, Sampler
 from common.shards import frame_schema, write_shard
+from common.tasks import TASKS
+
+ROOT = Path(__file__).parents[1]
 
 # ------------------------------------------------------------------------------------- a set that lacks something
 
@@ -91,3 +110,971 @@ def test_actions_leave_in_their_own_units(tmp_path):
 def test_what_is_not_there_names_the_command(tmp_path):
     with pytest.raises(UserError, match=r"make it with: python import_data\.py videos DIR --name own --data-dir"):
         Dataset(tmp_path, "own", "train")
+
+
+# ---------------------------------------------------------------------------------------------- files of every kind
+
+
+def ffmpeg(*words: Any, data: bytes | None = None) -> None:
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-y", *map(str, words)]
+    subprocess.run(command, input=data, check=True)
+
+
+def picture(number: int, height: int = 24, width: int = 32) -> np.ndarray:
+    """A picture that shows its number, as its brightness, and which side is up: a white line is on top of it."""
+    pixels = np.full((height, width, 3), 4 * number, np.uint8)
+    pixels[:2] = 255
+    return pixels
+
+
+def write_video(path: Path, count: int, rate: float = 10, first: int = 0, size=(24, 32), output: tuple = ()) -> None:
+    write_pictures(path, [picture(first + number, *size) for number in range(count)], rate, output)
+
+
+def write_pictures(path: Path, pictures: list[np.ndarray], rate: float = 10, output: tuple = ()) -> None:
+    height, width = pictures[0].shape[:2]
+    raw = ("-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", rate)
+    codec = ("-c:v", "libx264", "-preset", "ultrafast", "-qp", 0, "-pix_fmt", "yuv444p")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ffmpeg(*raw, "-i", "-", *codec, *output, path, data=b"".join(picture.tobytes() for picture in pictures))
+
+
+def write_images(folder: Path, count: int) -> None:
+    folder.mkdir(parents=True)
+    for number in range(count):
+        Image.fromarray(picture(number)).save(folder / f"{number}.png")
+
+
+def run(data_dir: Path, *words: Any) -> None:
+    argv = [*map(str, words), "--data-dir", str(data_dir)]
+    import_data.main(tyro.cli(import_data.Import, args=argv, default=import_data.default_args(argv)))
+
+
+def opened(data_dir: Path, name: str = "own") -> dict[tuple[str, float], dict[str, Any]]:
+    """What both splits hold: (source, start in seconds) -> numbers shown by the frames, split, arrays."""
+    found = {}
+    for split in ("train", "test"):
+        dataset = Dataset(data_dir, name, split)
+        dataset.verify()
+        for shard in dataset.shards:
+            for episode, key in enumerate(zip(shard.episodes["source"], shard.episodes["start_seconds"])):
+                rows = slice(*shard.episode_start[episode : episode + 2])
+                arrays = {array: values[rows] for array, values in shard.arrays.items() if len(values) == shard.frames}
+                frames = arrays[f"{dataset.render}/observation"]
+                middle = frames[:, frames.shape[1] // 2, frames.shape[2] // 2, 0]
+                found[key] = arrays | {"shown": np.round(middle / 4).astype(int).tolist(), "split": split}
+    return found
+
+
+def plan_of(data_dir: Path, name: str = "own") -> dict[str, Any]:
+    return Dataset(data_dir, name, "train").plan
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory) -> Path:
+    """Three videos of one kind, of 8, 9 and 10 frames. No test changes it."""
+    folder = tmp_path_factory.mktemp("clips")
+    for number in range(3):
+        write_video(folder / f"clip{number + 9}.mp4", 8 + number)
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------------------ videos
+
+
+def test_videos_of_many_kinds(tmp_path):
+    """Every frame as it is stored, episodes in natural order, sizes that differ between files, hidden files ignored."""
+    source = tmp_path / "source"
+    write_video(source / "clip10.mp4", 12)
+    write_video(source / "clip9.MKV", 7, size=(40, 24))
+    write_images(source / "folder11", 5)
+    Image.fromarray(picture(0)).save(
+        source / "clip12.gif", save_all=True, append_images=[Image.fromarray(picture(n)) for n in (1, 2)], duration=100
+    )
+    for name in (".DS_Store", "._clip10.mp4", "notes.txt"):
+        (source / name).write_text("not a video", encoding="utf-8")
+    run(tmp_path, "videos", source, "--name", "own", "--size", 16)
+    found = opened(tmp_path)
+    assert {source: one["shown"] for (source, _), one in found.items()} == {
+        "clip9.MKV": list(range(7)),
+        "clip10.mp4": list(range(12)),
+        "folder11": list(range(5)),
+        "clip12.gif": list(range(3)),
+    }
+    train = [source for (source, _), one in found.items() if one["split"] == "train"]
+    assert len(train) == 3 and train == [
+        name for name in ("clip9.MKV", "clip10.mp4", "folder11", "clip12.gif") if name in train
+    ]
+    plan = plan_of(tmp_path)
+    assert plan["renders"] == ["video"] and plan["image_size"] == 16 and not plan["masks"] and not plan["reward"]
+    assert (plan["action_dim"], plan["state_dim"], plan["action_scale"], plan["fps"]) == (0, 0, None, None)
+    assert plan["source"]["kind"] == "videos" and str(tmp_path) not in str(plan)
+
+
+@pytest.mark.parametrize(("fit", "size"), [("crop", 24), ("pad", 32)])
+def test_frames_become_square(tmp_path, clips, fit, size):
+    run(tmp_path, "videos", clips, "--name", "own", "--size", size, "--fit", fit)
+    frames = opened(tmp_path)["clip9.mp4", 0.0]["video/observation"][5]
+    expected = picture(5)[:, 4:28] if fit == "crop" else np.pad(picture(5), ((4, 4), (0, 0), (0, 0)))
+    assert np.abs(frames.astype(int) - expected).max() <= 2
+
+
+def test_rotation_in_the_metadata_is_obeyed(tmp_path, clips):
+    (tmp_path / "source").mkdir()
+    for number in (9, 10):
+        turned = tmp_path / f"source/{number}.mp4"
+        ffmpeg("-display_rotation", 90, "-i", clips / f"clip{number}.mp4", "-c", "copy", turned)
+    run(tmp_path, "videos", tmp_path / "source", "--name", "own", "--size", 32, "--fit", "pad")
+    frame = opened(tmp_path)["9.mp4", 0.0]["video/observation"][1, :, :, 0]
+    assert (
+        frame[:, 4:6].min() > 240 and frame[:, :4].max() == 0
+    )  # what was on top is at the left, and bars are beside it
+
+
+def test_images_of_16_bits(tmp_path):
+    for episode in range(2):
+        (tmp_path / f"source/{episode}").mkdir(parents=True)
+        for number in range(3):
+            values = np.full((16, 16), 40 * number * 257, np.uint16)
+            Image.fromarray(values).save(tmp_path / f"source/{episode}/{number}.png")
+    run(tmp_path, "videos", tmp_path / "source", "--name", "own", "--size", 16)
+    assert opened(tmp_path)["0", 0.0]["shown"] == [0, 10, 20]
+
+
+VARIABLE = ("-vf", "settb=1/1000,setpts='if(lt(N,10),100*N,1000+300*(N-10))'", "-fps_mode", "passthrough")
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "output", "fps", "shown"),
+    [
+        ("a.mp4", 30, (), 10, range(0, 30, 3)),
+        ("a.mkv", 30, (), 10, range(0, 30, 3)),  # whose times are rounded to milliseconds
+        ("a.mp4", 30, (), 12, [0, 2, 5, 7, 10, 12, 15, 17, 20, 22, 25, 27]),
+        ("a.mp4", 29.97, (), 30, range(30)),
+        ("a.mp4", 10, VARIABLE, None, range(30)),
+        ("a.mp4", 10, VARIABLE, 5, [0, 2, 4, 6, 8, 10, 10, 11, 12, 12, 13, 14, 14, 15, 16, 16, 17, 18, 18, 19, 20, 20]),
+    ],
+)
+def test_a_rate_takes_the_frames_that_are_shown(tmp_path, name, rate, output, fps, shown):
+    """A variable rate is neither filled up nor thinned out, unless a rate is asked for."""
+    for number in range(2):
+        write_video(tmp_path / f"source/{number}{name}", 30, rate, output=output)
+    run(tmp_path, "videos", tmp_path / "source", "--name", "own", "--size", 16, *(("--fps", fps) if fps else ()))
+    found = opened(tmp_path)[f"0{name}", 0.0]["shown"]
+    assert found[: len(shown)] == list(shown) and len(found) in (len(shown), 30, 34)
+    assert plan_of(tmp_path)["fps"] == fps
+
+
+def test_clips_of_a_long_video(tmp_path):
+    """The test part is the end of it, and whole episodes; a remainder of one frame is dropped and counted."""
+    write_video(tmp_path / "source/long.mp4", 61)
+    run(tmp_path, "videos", tmp_path / "source", "--name", "own", "--size", 16, "--clip-seconds", 1, "--test", 0.3)
+    found = opened(tmp_path)
+    assert {start: one["shown"] for (_, start), one in found.items()} == {
+        float(second): list(range(10 * second, 10 * second + 10)) for second in range(6)
+    }
+    assert [one["split"] for one in found.values()] == ["train"] * 4 + ["test"] * 2
+    plan = store.read(tmp_path / "own/plan.h5")
+    assert plan.attributes["source"]["skipped"] == ["1 episodes of fewer than two frames"]
+
+
+def test_folders_named_train_and_test_are_the_splits(tmp_path):
+    for number, name in enumerate(("train/a", "test/b", "train/c")):
+        (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        write_video(tmp_path / "source" / f"{name}.mp4", 3 + number)
+    run(tmp_path, "videos", tmp_path / "source", "--name", "own", "--size", 16)
+    assert {name: one["split"] for (name, _), one in opened(tmp_path).items()} == {
+        "a.mp4": "train", "c.mp4": "train", "b.mp4": "test"
+    }  # fmt: skip
+
+
+def test_an_episode_larger_than_a_shard_is_refused(tmp_path, clips, monkeypatch):
+    monkeypatch.setattr(shards, "SHARD_BYTES", 9 * 16 * 16 * 3)
+    with pytest.raises(UserError, match=r"an episode of 10 frames takes .* a shard has at most .* --clip-seconds"):
+        run(tmp_path, "videos", clips, "--name", "own", "--size", 16)
+
+
+# ----------------------------------------------------------------------------------------------- actions and masks
+
+
+def write_actions(path: Path, actions: np.ndarray) -> None:
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".npy":
+        np.save(path, actions)
+    elif path.suffix == ".csv":
+        lines = [",".join(map(repr, row.tolist())) for row in actions]
+        header = ["left,right"] if path.stem == "clip9" else []  # both kinds are common
+        path.write_text("\n".join([*header, *lines]) + "\n", encoding="utf-8")
+    else:
+        pq.write_table(pa.table({"left": actions[:, 0], "right": actions[:, 1]}), path)
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".csv", ".parquet"])
+@pytest.mark.parametrize("short", [0, 1])
+def test_actions_beside_videos(tmp_path, clips, suffix, short):
+    """T or T-1 rows; normalised by the percentiles of the train split, and undone again; NaN at the end."""
+    rng, actions = np.random.default_rng(1), {}
+    for number in range(3):
+        rows = rng.normal(40, 30, (8 + number, 2))
+        rows[-1] = np.nan  # what the last row holds is never looked at
+        actions[f"clip{number + 9}.mp4"] = rows
+        write_actions(tmp_path / f"actions/clip{number + 9}{suffix}", rows[: len(rows) - short])
+    run(tmp_path, "videos", clips, "--name", "own", "--size", 16, "--actions", tmp_path / "actions")
+    found, plan = opened(tmp_path), plan_of(tmp_path)
+    train = np.concatenate([actions[source][:-1] for (source, _), one in found.items() if one["split"] == "train"])
+    low, high = np.percentile(train, (0.1, 99.9), axis=0)
+    assert np.allclose(plan["action_scale"]["low"], low) and np.allclose(plan["action_scale"]["high"], high)
+    for (source, _), one in found.items():
+        expected = 2 * (actions[source] - low) / (high - low) - 1
+        assert np.isnan(one["action"][-1]).all()
+        assert np.allclose(one["action"][:-1], expected[:-1], atol=1e-5)
+    dataset = Dataset(tmp_path, "own", "train")
+    assert np.allclose(dataset.original_action(dataset.action[dataset.transitions]), train, atol=1e-3)
+
+
+@pytest.mark.parametrize("reduce", ["last", "sum", "mean"])
+def test_actions_between_two_kept_frames_become_one(tmp_path, clips, reduce):
+    for number in range(3):
+        write_actions(tmp_path / f"actions/clip{number + 9}.npy", np.arange(8.0 + number)[:, None] ** 2)
+    words = ("--fps", 10 / 3, "--reduce", reduce, "--actions", tmp_path / "actions")
+    run(tmp_path, "videos", clips, "--name", "own", "--size", 16, *words)
+    found = opened(tmp_path)["clip11.mp4", 0.0]
+    rows = np.arange(9.0).reshape(3, 3) ** 2
+    expected = {"last": rows[:, -1], "sum": rows.sum(1), "mean": rows.mean(1)}[reduce]
+    assert found["shown"] == [0, 3, 6, 9]
+    dataset = Dataset(tmp_path, "own", found["split"])
+    assert np.allclose(dataset.original_action(found["action"][:-1])[:, 0], expected, atol=1e-3)
+
+
+def test_constant_and_rare_dimensions(tmp_path, clips, capsys):
+    """A constant dimension is zero, which is said; one that moves in less than 0.1% of the steps keeps its range."""
+    for number in range(3):
+        rows = np.stack([np.full(8 + number, 5.0), np.linspace(-90, 90, 8 + number), np.zeros(8 + number)], axis=1)
+        write_actions(tmp_path / f"actions/clip{number + 9}.npy", rows)
+    run(tmp_path, "videos", clips, "--name", "own", "--size", 16, "--actions", tmp_path / "actions")
+    assert "actions: constant, stored as zero: 0, 2" in capsys.readouterr().out
+    dataset = Dataset(tmp_path, "own", "train")
+    action = dataset.action[dataset.transitions]
+    assert (action[:, [0, 2]] == 0).all() and action[:, 1].min() < -0.99
+    assert (dataset.original_action(action)[:, 0] == 5).all()
+    rare = np.zeros((2000, 1))
+    rare[7] = 1
+    low, high = recordings.scale_of(rare, ["gripper"])
+    assert (low, high) == (0, 1)
+
+
+def test_discrete_actions_become_one_hot(tmp_path, clips):
+    for number in range(3):
+        rows = np.array([3, 5, 3, 9, 9, 3, 5, 3, 3, 3])[: 8 + number]
+        rows[-1] = -1  # the last row may hold anything
+        write_actions(tmp_path / f"actions/clip{number + 9}.npy", rows)
+    run(tmp_path, "videos", clips, "--name", "own", "--size", 16, "--actions", tmp_path / "actions")
+    plan, action = plan_of(tmp_path), opened(tmp_path)["clip9.mp4", 0.0]["action"]
+    assert plan["action_scale"] == {"low": [-1] * 3, "high": [1] * 3, "names": ["3", "5", "9"]}
+    assert action[:4].tolist() == [[1, 0, 0], [0, 1, 0], [1, 0, 0], [0, 0, 1]] and np.isnan(action[-1]).all()
+
+
+def test_masks_beside_videos(tmp_path, clips):
+    """Arrays or folders of images, of every frame; they become square as the frames do."""
+    for number in range(3):
+        masks = np.zeros((8 + number, 24, 32), bool)
+        for frame in range(len(masks)):
+            masks[frame, 4:12, 8 + frame : 16 + frame] = True
+        folder = tmp_path / f"masks/clip{number + 9}"
+        folder.mkdir(parents=True)
+        if number:
+            folder.rmdir()
+            np.save(folder.with_suffix(".npy"), masks.astype(np.uint8) * (255 if number == 2 else 1))
+        else:
+            for frame, mask in enumerate(masks):
+                Image.fromarray(mask.astype(np.uint8) * 255).save(folder / f"{frame}.png")
+    run(tmp_path, "videos", clips, "--name", "own", "--size", 24, "--masks", tmp_path / "masks", "--fps", 5)
+    assert plan_of(tmp_path)["masks"]
+    for one in opened(tmp_path).values():
+        masks = np.unpackbits(one["video/mask"], axis=1).reshape(-1, 24, 24)
+        for frame, mask in zip(one["shown"], masks):
+            assert mask.sum() == 64 and mask[4:12, 4 + frame : 12 + frame].all()
+
+
+# ------------------------------------------------------------------------------------- what is wrong with a video
+
+
+def damage_truncated(folder: Path) -> str:
+    """Cut off near its end, where a player shows 19 of 60 frames and says nothing."""
+    write_video(folder / "bad.mp4", 60, output=("-movflags", "+faststart"))
+    os.truncate(folder / "bad.mp4", (folder / "bad.mp4").stat().st_size * 2 // 3)
+    return "bad.mp4: is cut off"
+
+
+def damage_empty(folder: Path) -> str:
+    (folder / "bad.mp4").touch()
+    return "bad.mp4: is empty"
+
+
+def damage_no_images(folder: Path) -> str:
+    (folder / "bad").mkdir()
+    return "bad: holds no images"
+
+
+def damage_sizes(folder: Path) -> str:
+    write_images(folder / "bad", 3)
+    Image.fromarray(picture(3, 16, 16)).save(folder / "bad/3.png")
+    return r"bad/3\.png: the size changes"
+
+
+def damage_image(folder: Path) -> str:
+    write_images(folder / "bad", 3)
+    os.truncate(folder / "bad/1.png", 60)
+    return r"bad/1\.png: cannot be read as an image"
+
+
+def damage_slow(folder: Path) -> str:
+    write_video(folder / "bad.mp4", 10, rate=2)
+    return "bad.mp4: has 2 frames per second, fewer than --fps 5"
+
+
+def damage_rows(folder: Path) -> str:
+    write_video(folder / "bad.mp4", 10)
+    write_actions(folder / "../actions/bad.npy", np.zeros((8, 1)))
+    return r"bad\.npy: 8 rows for 10 frames"
+
+
+def damage_nan(folder: Path) -> str:
+    write_video(folder / "bad.mp4", 10)
+    actions = np.zeros((10, 1))
+    actions[6] = np.nan
+    write_actions(folder / "../actions/bad.npy", actions)
+    return r"bad\.npy: row 6: action is not finite, in bad\.mp4"
+
+
+def damage_absent(folder: Path) -> str:
+    write_video(folder / "bad.mp4", 10)
+    return r"actions: of bad\.npy, bad\.csv and bad\.parquet one is needed, 0 are there"
+
+
+def damage_text(folder: Path) -> str:
+    write_video(folder / "bad.mp4", 10)
+    (folder / "../actions/bad.csv").write_text("left\nquickly\n", encoding="utf-8")
+    return r"bad\.csv: a column of string where numbers are expected"
+
+
+def damage_masks(folder: Path) -> str:
+    write_video(folder / "bad.mp4", 10)
+    np.save(folder / "../masks/bad.npy", np.zeros((9, 24, 32), bool))
+    return r"bad\.npy: shape \(9, 24, 32\), expected \(frames, height, width\) = \(10, 24, 32\)"
+
+
+def damage_labels(folder: Path) -> str:
+    write_video(folder / "bad.mp4", 10)
+    np.save(folder / "../masks/bad.npy", np.full((10, 24, 32), 7, np.uint8))
+    return r"bad\.npy: from 7 to 7; masks hold 0 and 1"
+
+
+def damage_shape(folder: Path) -> str:
+    write_video(folder / "bad.mp4", 10)
+    np.save(folder / "../masks/bad.npy", np.zeros((10, 32, 24), np.uint8))
+    return r"bad\.npy: shape \(10, 32, 24\), expected"
+
+
+DAMAGES = {name.removeprefix("damage_"): make for name, make in list(globals().items()) if name.startswith("damage_")}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_bad_video_is_an_error_or_left_out(tmp_path, clips, capsys, damage):
+    """One line that names the file. With --skip-bad the others are the dataset, and what was left out is listed."""
+    folder = tmp_path / "source"
+    shutil.copytree(clips, folder)
+    words = ["--fps", 5]
+    beside = {"masks": "masks", "labels": "masks", "shape": "masks"}
+    beside |= dict.fromkeys(("rows", "nan", "absent", "text"), "actions")
+    if damage in beside:
+        kind = beside[damage]
+        words += [f"--{kind}", tmp_path / kind]
+        (tmp_path / kind).mkdir()
+        for number in range(3):
+            rows = np.linspace(0, 1, 8 + number)[:, None] if kind == "actions" else np.zeros((8 + number, 24, 32))
+            np.save(tmp_path / kind / f"clip{number + 9}.npy", rows)
+    message = DAMAGES[damage](folder)
+    with pytest.raises(UserError, match=message) as caught:
+        run(tmp_path / "data", "videos", folder, "--name", "own", "--size", 16, *words)
+    assert str(caught.value).isprintable() and "--skip-bad" in str(caught.value)
+    if damage not in ("sizes", "image"):  # which show when images are decoded
+        assert not list((tmp_path / "data").rglob("0*.h5"))
+    shutil.rmtree(tmp_path / "data")
+    run(tmp_path / "data", "videos", folder, "--name", "own", "--size", 16, *words, "--skip-bad")
+    assert {source for source, _ in opened(tmp_path / "data")} == {f"clip{number}.mp4" for number in (9, 10, 11)}
+    assert re.search(f"left out: .*{message}", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--name", "cheetah-run"), "--name 'cheetah-run': take letters"),
+        (("--name", "a b"), "--name 'a b': take letters"),
+        (("--size", 20), "--size is 20, must be a multiple of 8"),
+        (("--fps", 0), "--fps is 0.0, must be"),
+        (("--test", 2), "--test is 2.0, must be from 0 to 1"),
+        (("--masks", "nowhere"), "nowhere: no such folder"),
+    ],
+)
+def test_impossible_options(tmp_path, clips, words, message):
+    with pytest.raises(UserError, match=message):
+        run(tmp_path, "videos", clips, "--name", "own", *words)
+    assert not bytes_of(tmp_path)
+
+
+def test_a_folder_without_videos(tmp_path):
+    write_images(tmp_path / "source", 2)
+    with pytest.raises(UserError, match="source: holds no video files and no folders of images"):
+        run(tmp_path, "videos", tmp_path / "source", "--name", "own")
+    (tmp_path / "one").mkdir()
+    write_images(tmp_path / "one/episode", 2)
+    with pytest.raises(UserError, match="1 episodes of two frames and more; two are needed"):
+        run(tmp_path, "videos", tmp_path / "one", "--name", "own")
+
+
+# ----------------------------------------------------------------------------------------------------------- LeRobot
+
+LENGTHS = (12, 7, 15, 9, 11)
+FRONT, WRIST, THUMB = "observation.images.front", "observation.images.wrist", "observation.thumb"
+
+
+def write_lerobot(root: Path, version: str, discrete: bool = False, cameras=(FRONT, WRIST, THUMB)) -> None:
+    """A dataset as lerobot 0.3.3 (v2.1) and 0.4.4 (v3.0) write it: two videos, pictures in the tables, state, action.
+
+    What the real packages wrote was imported too: a script of twenty lines in an environment with that version calls
+    `LeRobotDataset.create`, `add_frame`, `save_episode` (and `finalize`) with these features; see docs/videos.md.
+    """
+    old, fps = version == "v2.1", 10
+    kind = {"dtype": "int64", "shape": [1]} if discrete else {"dtype": "float32", "shape": [2]}
+    features = {
+        FRONT: {"dtype": "video", "shape": [24, 32, 3], "names": ["height", "width", "channels"]},
+        WRIST: {"dtype": "video", "shape": [3, 24, 32], "names": ["channels", "height", "width"]},
+        THUMB: {"dtype": "image", "shape": [24, 32, 3], "names": ["height", "width", "channels"]},
+    }
+    features = {name: feature for name, feature in features.items() if name in cameras}
+    features |= {"observation.state": {"dtype": "float32", "shape": [3], "names": {"motors": ["x", "y", "z"]}}}
+    features |= {"action": kind | {"names": None if discrete else [["pan", "tilt"]]}}
+    description = {"codebase_version": version, "fps": fps, "chunks_size": 1000, "features": features}
+    if old:
+        description["data_path"] = "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet"
+        description["video_path"] = "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4"
+    else:
+        description["data_path"] = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+        description["video_path"] = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
+    (root / "meta").mkdir(parents=True)
+    (root / "meta/info.json").write_text(json.dumps(description), encoding="utf-8")
+    tables, listed, start = [], [], 0
+    for episode, length in enumerate(LENGTHS):
+        frame = np.arange(length)
+        columns: dict[str, Any] = {
+            "observation.state": pa.FixedSizeListArray.from_arrays(pa.array(np.repeat(frame, 3), pa.float32()), 3),
+            "action": pa.FixedSizeListArray.from_arrays(
+                pa.array(np.stack([90 * np.sin(frame + episode), frame], 1).ravel(), pa.float32()), 2
+            ),
+            "timestamp": pa.array(frame / fps, pa.float32()),
+            "frame_index": frame,
+            "episode_index": np.full(length, episode),
+            "index": frame + start,
+        }
+        if discrete:
+            columns["action"] = frame % 3
+        if THUMB in cameras:
+            columns[THUMB] = []
+            for number in range(length):
+                stream = io.BytesIO()
+                Image.fromarray(picture(number + episode)).save(stream, "png")
+                columns[THUMB].append({"bytes": stream.getvalue(), "path": f"frame_{number}.png"})
+        tables.append(pa.table(columns))
+        about = {"episode_index": episode, "length": length, "tasks": ["move"], "dataset_from_index": start}
+        # v3.0 puts several episodes into a file: here the first three, and the last two.
+        file, before = (0, sum(LENGTHS[:episode])) if episode < 3 else (1, sum(LENGTHS[3:episode]))
+        for camera in {FRONT, WRIST} & set(cameras):
+            about |= {f"videos/{camera}/chunk_index": 0, f"videos/{camera}/file_index": file}
+            about |= {f"videos/{camera}/from_timestamp": before / fps}
+            about |= {f"videos/{camera}/to_timestamp": (before + length) / fps}
+        listed.append(about | {"data/chunk_index": 0, "data/file_index": file})
+        start += length
+    if old:
+        lines = [json.dumps({key: about[key] for key in ("episode_index", "tasks", "length")}) for about in listed]
+        (root / "meta/episodes.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        for episode, table in enumerate(tables):
+            write_table(root / f"data/chunk-000/episode_{episode:06d}.parquet", table)
+            for number, camera in enumerate((FRONT, WRIST)):
+                if camera in cameras:
+                    path = root / f"videos/chunk-000/{camera}/episode_{episode:06d}.mp4"
+                    write_video(path, LENGTHS[episode], first=20 * number + episode)
+        return
+    write_table(root / "meta/episodes/chunk-000/file-000.parquet", pa.Table.from_pylist(listed))
+    for file, part in enumerate((range(3), range(3, 5))):
+        write_table(root / f"data/chunk-000/file-{file:03d}.parquet", pa.concat_tables([tables[i] for i in part]))
+        for number, camera in enumerate((FRONT, WRIST)):
+            if camera in cameras:
+                shown = [picture(20 * number + episode + n) for episode in part for n in range(LENGTHS[episode])]
+                write_pictures(root / f"videos/{camera}/chunk-000/file-{file:03d}.mp4", shown)
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, path, row_group_size=10)
+
+
+@pytest.fixture(scope="module")
+def robots(tmp_path_factory) -> dict[str, Path]:
+    """A dataset with one camera in each format. No test changes them."""
+    folder = tmp_path_factory.mktemp("robots")
+    for version in ("v2.1", "v3.0"):
+        write_lerobot(folder / version, version, cameras=(FRONT,))
+    return {version: folder / version for version in ("v2.1", "v3.0")}
+
+
+@pytest.mark.parametrize("version", ["v2.1", "v3.0"])
+def test_lerobot(tmp_path, version):
+    """Cameras by their type, pictures in tables too; frames, states and actions are those of their episode."""
+    write_lerobot(tmp_path / "robot", version)
+    message = f"3 cameras; choose with --camera one of: {FRONT}, {WRIST}, {THUMB}"
+    with pytest.raises(UserError, match=re.escape(message)):
+        run(tmp_path, "lerobot", tmp_path / "robot", "--name", "own")
+    for first, camera in ((0, FRONT), (20, WRIST), (0, THUMB)):
+        name = camera.split(".")[-1]
+        run(tmp_path, "lerobot", tmp_path / "robot", "--name", name, "--camera", camera, "--size", 16)
+        found, dataset = opened(tmp_path, name), Dataset(tmp_path, name, "train")
+        assert len(found) == len(LENGTHS)
+        for episode, length in enumerate(LENGTHS):
+            one, frame = found[f"episode {episode}", 0.0], np.arange(length)
+            assert one["shown"] == (first + episode + frame).tolist()
+            assert (one["state"] == frame[:, None]).all()
+            actions = dataset.original_action(one["action"])[:-1]
+            assert np.allclose(actions, np.stack([90 * np.sin(frame + episode), frame], 1)[:-1], atol=1e-3)
+        assert dataset.plan["action_scale"]["names"] == ["pan", "tilt"] and dataset.plan["fps"] == 10
+
+
+@pytest.mark.parametrize("version", ["v2.1", "v3.0"])
+@pytest.mark.parametrize("words", [("--stride", 3), ("--fps", 10 / 3)])
+def test_lerobot_thinned_out(tmp_path, robots, version, words):
+    run(
+        tmp_path,
+        "lerobot",
+        robots[version],
+        "--name",
+        "own",
+        "--size",
+        16,
+        "--episodes",
+        "1:4",
+        "--reduce",
+        "sum",
+        *words,
+    )
+    found = opened(tmp_path)
+    assert {source: one["shown"] for (source, _), one in found.items()} == {
+        f"episode {episode}": list(range(episode, episode + LENGTHS[episode], 3)) for episode in (1, 2, 3)
+    }
+    dataset = Dataset(tmp_path, "own", "train")
+    assert dataset.original_action(found["episode 2", 0.0]["action"])[:-1, 1] == pytest.approx(
+        [3, 12, 21, 30], abs=1e-3
+    )
+    assert dataset.plan["fps"] == pytest.approx(10 / 3, abs=1e-3)
+
+
+def test_lerobot_with_discrete_actions(tmp_path):
+    write_lerobot(tmp_path / "robot", "v2.1", discrete=True, cameras=(THUMB,))
+    run(tmp_path, "lerobot", tmp_path / "robot", "--name", "own", "--size", 16)
+    assert opened(tmp_path)["episode 0", 0.0]["action"][:3].tolist() == np.eye(3).tolist()
+
+
+def edit_episodes(root: Path, edit: Callable[[list[dict[str, Any]]], None]) -> None:
+    path = root / "meta/episodes/chunk-000/file-000.parquet"
+    rows = pq.read_table(path).to_pylist()
+    edit(rows)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def test_wrong_files_of_tables_in_the_list_do_no_harm(tmp_path, robots):
+    shutil.copytree(robots["v3.0"], tmp_path / "robot")
+    edit_episodes(tmp_path / "robot", lambda rows: [row.update({"data/file_index": 7}) for row in rows])
+    for name, root in (("own", tmp_path / "robot"), ("right", robots["v3.0"])):
+        run(tmp_path, "lerobot", root, "--name", name, "--size", 16)
+    ours, theirs = opened(tmp_path), opened(tmp_path, "right")
+    assert all((ours[key]["action"][:-1] == theirs[key]["action"][:-1]).all() for key in theirs)
+
+
+def test_a_folder_called_video(tmp_path, robots):
+    shutil.copytree(robots["v2.1"], tmp_path / "robot")
+    (tmp_path / "robot/videos").rename(tmp_path / "robot/video")
+    run(tmp_path, "lerobot", tmp_path / "robot", "--name", "own", "--size", 16)
+    assert opened(tmp_path)["episode 4", 0.0]["shown"] == list(range(4, 15))
+
+
+def fault_missing_video(root: Path) -> str:
+    (root / f"videos/chunk-000/{FRONT}/episode_000001.mp4").unlink()
+    return r"episode_000001\.mp4: no such video, but it is listed"
+
+
+def fault_truncated_video(root: Path) -> str:
+    path = root / f"videos/chunk-000/{FRONT}/episode_000001.mp4"
+    write_video(path, 7, output=("-movflags", "+faststart"))
+    os.truncate(path, path.stat().st_size - 20)
+    return r"episode_000001\.mp4: is cut off"
+
+
+def fault_short_video(root: Path) -> str:
+    write_video(root / f"videos/chunk-000/{FRONT}/episode_000001.mp4", 6)
+    return r"episode_000001\.mp4: has 6 frames, its episodes have 7"
+
+
+def fault_long_video(root: Path) -> str:
+    write_video(root / f"videos/chunk-000/{FRONT}/episode_000001.mp4", 9)
+    return r"episode_000001\.mp4: has 9 frames, its episodes have 7"
+
+
+def fault_nan(root: Path) -> str:
+    path = root / "data/chunk-000/episode_000001.parquet"
+    table = pq.read_table(path)
+    actions = np.array(table["action"].to_pylist())
+    actions[3, 1] = np.nan
+    place = table.column_names.index("action")
+    pq.write_table(table.set_column(place, "action", pa.array(actions.tolist(), pa.list_(pa.float32()))), path)
+    return r"episode_000001\.parquet: row 3: action is not finite, in episode 1"
+
+
+def fault_rows(root: Path) -> str:
+    path = root / "data/chunk-000/episode_000001.parquet"
+    pq.write_table(pq.read_table(path).slice(1), path)
+    return "data: 6 rows for the 7 frames of episode 1"
+
+
+def fault_width(root: Path) -> str:
+    path = root / "data/chunk-000/episode_000001.parquet"
+    table = pq.read_table(path)
+    place, actions = table.column_names.index("action"), pa.array(np.zeros((table.num_rows, 3)).tolist())
+    pq.write_table(table.set_column(place, "action", actions), path)
+    return "data: cannot be read as tables of one kind"
+
+
+def fault_table(root: Path) -> str:
+    os.truncate(root / "data/chunk-000/episode_000001.parquet", 100)
+    return r"episode_000001\.parquet: cannot be read as a table"
+
+
+FAULTS = {name.removeprefix("fault_"): make for name, make in list(globals().items()) if name.startswith("fault_")}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_bad_episode_is_an_error_or_left_out(tmp_path, robots, capsys, fault):
+    shutil.copytree(robots["v2.1"], tmp_path / "robot")
+    message, data_dir = FAULTS[fault](tmp_path / "robot"), tmp_path / "data"
+    with pytest.raises(UserError, match=message) as caught:
+        run(data_dir, "lerobot", tmp_path / "robot", "--name", "own", "--size", 16)
+    assert str(caught.value).isprintable()
+    if fault == "width":  # which of them is bad cannot be told
+        return
+    assert "--skip-bad" in str(caught.value)
+    shutil.rmtree(data_dir)
+    run(data_dir, "lerobot", tmp_path / "robot", "--name", "own", "--size", 16, "--skip-bad")
+    assert {source for source, _ in opened(data_dir)} == {f"episode {episode}" for episode in (0, 2, 3, 4)}
+    assert re.search(f"left out: .*{message}", capsys.readouterr().out)
+
+
+def meta_no_dataset(root: Path) -> str:
+    shutil.rmtree(root / "meta")
+    return r"meta/info\.json: no description of a LeRobot dataset \(.*No such file"
+
+
+def meta_empty_description(root: Path) -> str:
+    (root / "meta/info.json").write_text("", encoding="utf-8")
+    return r"meta/info\.json: no description of a LeRobot dataset"
+
+
+def meta_no_fields(root: Path) -> str:
+    (root / "meta/info.json").write_text("{}", encoding="utf-8")
+    return r"meta/info\.json: lacks codebase_version, features, fps"
+
+
+def meta_other_format(root: Path) -> str:
+    text = (root / "meta/info.json").read_text(encoding="utf-8")
+    (root / "meta/info.json").write_text(text.replace('"v3.0"', '"v1.6"'), encoding="utf-8")
+    return r"meta/info\.json: format v1\.6; the formats v2\.1 and v3\.0 can be read"
+
+
+def meta_no_list(root: Path) -> str:
+    shutil.rmtree(root / "meta/episodes")
+    return "meta/episodes: lists no episodes"
+
+
+def meta_empty_list(root: Path) -> str:
+    (root / "meta/episodes/chunk-000/file-000.parquet").write_bytes(b"")
+    return r"meta/episodes/chunk-000/file-000\.parquet: cannot be read as a list of episodes"
+
+
+def meta_wrong_video(root: Path) -> str:
+    edit_episodes(root, lambda rows: rows[1].update({f"videos/{FRONT}/file_index": 5}))
+    return r"file-005\.mp4: no such video"
+
+
+def meta_taken_video(root: Path) -> str:
+    edit_episodes(root, lambda rows: rows[1].update({f"videos/{FRONT}/file_index": 1}))
+    return r"episodes [14] and [14] claim the same frames of videos/.*/file-001\.mp4"
+
+
+def meta_beyond_the_video(root: Path) -> str:
+    edit_episodes(
+        root,
+        lambda rows: rows[2].update(
+            {
+                f"videos/{FRONT}/file_index": 1,
+                f"videos/{FRONT}/from_timestamp": 2.0,
+                f"videos/{FRONT}/to_timestamp": 3.5,
+            }
+        ),
+    )
+    return r"file-00[01]\.mp4: has (34|20) frames, its episodes have (19|35); .* the lists are wrong"
+
+
+def meta_times(root: Path) -> str:
+    edit_episodes(root, lambda rows: rows[2].update({f"videos/{FRONT}/to_timestamp": 3.0}))
+    return "episode 2 has 15 frames, but 11 by its times"
+
+
+METAS = {name.removeprefix("meta_"): make for name, make in list(globals().items()) if name.startswith("meta_")}
+
+
+@pytest.mark.parametrize("fault", METAS)
+def test_faults_of_the_description(tmp_path, robots, fault):
+    shutil.copytree(robots["v3.0"], tmp_path / "robot")
+    message = METAS[fault](tmp_path / "robot")
+    with pytest.raises(UserError, match=message) as caught:
+        run(tmp_path / "data", "lerobot", tmp_path / "robot", "--name", "own", "--size", 16)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--camera", "eye"), f"no camera eye; choose with --camera one of: {FRONT}"),
+        (("--action", "torque"), "--action torque: .* has no such feature; it has .*action"),
+        (("--episodes", "3"), "--episodes 3: write the first one"),
+        (("--fps", 5, "--stride", 2), "--fps and --stride both say"),
+    ],
+)
+def test_impossible_options_for_lerobot(tmp_path, robots, words, message):
+    with pytest.raises(UserError, match=message):
+        run(tmp_path, "lerobot", robots["v2.1"], "--name", "own", *words)
+    assert not bytes_of(tmp_path)
+
+
+def test_a_dataset_on_the_hub_without_a_network(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"someone/robot: cannot be had from the hub .* or give a folder"):
+        run(tmp_path, "lerobot", "someone/robot", "--name", "own")
+
+
+def test_a_real_robot(tmp_path):
+    """Three episodes of a Unitree G1, AV1, 26 joint actions."""
+    source = ROOT.parent / "shared/lerobot/g1-three"
+    if not source.is_dir():
+        pytest.skip(f"{source} is not there")
+    run(tmp_path, "lerobot", source, "--name", "own", "--size", 32, "--fps", 10)
+    dataset = Dataset(tmp_path, "own", "train")
+    assert (dataset.action_dim, dataset.state_dim, dataset.plan["fps"]) == (26, 26, 10)
+    assert dataset.plan["action_scale"]["names"][0] == "kLeftShoulderPitch"
+    found = opened(tmp_path)
+    assert {source: len(one["action"]) for (source, _), one in found.items()} == {
+        "episode 28": 93,
+        "episode 29": 74,
+        "episode 30": 93,
+    }
+    rows = np.array(pq.read_table(source / "data/chunk-000/episode_000028.parquet")["action"].to_pylist())
+    actions = dataset.original_action(found["episode 28", 0.0]["action"])
+    assert np.allclose(actions[:-1], rows[2::3][: len(actions) - 1], atol=1e-4)
+    frames = found["episode 28", 0.0]["video/observation"].astype(int)
+    assert 1 < np.abs(np.diff(frames, axis=0)).mean() < 20  # it moves, and is no noise
+
+
+# ------------------------------------------------------------------------------------------------------- the authors
+
+
+def write_authors(root: Path, task: str, folder: str, lengths: tuple[int, ...], size: int, meta_world: bool) -> None:
+    """Rows as the authors' generators write them; the last episode does not end."""
+    for split in ("train", "test"):
+        rows = []
+        for episode, length in enumerate(lengths):
+            for frame in range(length):
+                last = frame == length - 1 and episode < len(lengths) - 1
+                mask = np.zeros((size, size), np.uint8)
+                mask[frame : frame + 4, :8] = 255
+                row = {
+                    "observation": as_image(picture(frame, size, size)),
+                    "mask": as_image(mask),
+                    "pred_mask": as_image(mask.T),
+                    "state": np.full(TASKS[task].state_dim, frame, np.float32).tolist(),
+                    "action": np.full(TASKS[task].action_dim, 1.5 * (episode + 1), np.float32).tolist(),
+                    "reward": float(frame),
+                    "terminated": last and meta_world and episode == 0,
+                    "truncated": last and not (meta_world and episode == 0),
+                }
+                if meta_world:
+                    row["observation_distracted"] = as_image(255 - picture(frame, size, size))
+                rows.append(row)
+        half = len(rows) // 2  # an episode goes on in the next file
+        for number, part in enumerate((rows[:half], rows[half:])):
+            write_table(root / f"{folder}/{split}-0000{number}-of-00002.parquet", pa.Table.from_pylist(part))
+
+
+def as_image(pixels: np.ndarray) -> dict[str, Any]:
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "png")
+    return {"bytes": stream.getvalue(), "path": None}
+
+
+@pytest.mark.parametrize(
+    ("task", "folder", "distractor", "renders"),
+    [
+        ("walker-run", "walker_run", "none", ["clean"]),
+        ("walker-run", "walker_run_distractor_low", "low", ["distractor"]),
+        ("hopper-hop", "hopper_hop_distractor_hard", "hard", ["distractor"]),
+        ("push", "push-v3", "low", ["clean", "distractor"]),
+        ("push", "push-v3", "none", ["clean"]),
+    ],
+)
+def test_authors(tmp_path, task, folder, distractor, renders):
+    """Whole episodes under the task's name, actions as they are, and their predicted masks beside the shards."""
+    meta_world = task == "push"
+    size = TASKS[task].image_size
+    write_authors(tmp_path / "hub", task, folder, (6, 4, 7, 5), size, meta_world)
+    run(tmp_path, "authors", task, "--distractor", distractor, "--from", tmp_path / "hub")
+    for split in ("train", "test"):
+        dataset = Dataset(tmp_path, task, split, renders[-1], "sam")
+        assert dataset.plan["renders"] == renders and "action_scale" not in dataset.plan
+        assert dataset.plan["source"]["kind"] == "authors" and (dataset.num_episodes, dataset.num_transitions) == (
+            3,
+            14,
+        )
+        assert dataset.episode_start.tolist() == [0, 6, 10, 17]
+        assert (dataset.action[:5] == 1.5).all() and np.isnan(dataset.action[[5, 9, 16]]).all()
+        # On Meta-World the reward of a row was got on the way to it.
+        expected = [1, 2, 3, 4, 5, 0] if meta_world else [0, 1, 2, 3, 4, 0]
+        assert dataset.reward[:6].tolist() == expected
+        assert dataset.episode_success is None or dataset.episode_success.tolist() == [True, False, False]
+        assert not meta_world or np.flatnonzero(dataset._whole("success")).tolist() == [4]
+        for render in renders:
+            frames = Dataset(tmp_path, task, split, render).frames(np.arange(6))[:, size // 2, 0, 0]
+            inverted = meta_world and render == "distractor"
+            assert frames.tolist() == [255 - 4 * n if inverted else 4 * n for n in range(6)]
+        masks = np.unpackbits(dataset.masks(np.array([3])), axis=1).reshape(size, size)
+        truth = Dataset(tmp_path, task, split, renders[-1])
+        assert masks.sum() == 32 and masks[:8, 3:7].all()
+        assert np.unpackbits(truth.masks(np.array([3]))).reshape(size, size)[3:7, :8].all()
+    before = bytes_of(tmp_path / task)
+    (tmp_path / task / "train/00001.sam.h5").unlink()
+    run(tmp_path, "authors", task, "--distractor", distractor, "--from", tmp_path / "hub")
+    assert bytes_of(tmp_path / task) == before
+
+
+def test_authors_stop_early(tmp_path):
+    """Files that are not needed are not opened."""
+    write_authors(tmp_path / "hub", "walker-run", "walker_run", (6, 4, 7, 5), 64, False)
+    for split in ("train", "test"):
+        (tmp_path / f"hub/walker_run/{split}-00001-of-00002.parquet").write_bytes(b"not read")
+    run(tmp_path, "authors", "walker-run", "--distractor", "none", "--from", tmp_path / "hub", "--max-transitions", 6)
+    assert [Dataset(tmp_path, "walker-run", split, "clean").num_episodes for split in ("train", "test")] == [2, 1]
+    with pytest.raises(UserError, match=r"cheetah_run_distractor_low: no train-\*\.parquet with a whole episode"):
+        run(tmp_path, "authors", "cheetah-run", "--from", tmp_path / "hub")
+
+
+# ----------------------------------------------------------------------------------------- several runs, and damage
+
+
+def start(data_dir: Path, source: Path) -> subprocess.Popen:
+    command = [
+        sys.executable,
+        "import_data.py",
+        "videos",
+        source,
+        "--name",
+        "own",
+        "--size",
+        64,
+        "--data-dir",
+        data_dir,
+    ]
+    command = list(map(str, command))
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_killed_stopped_and_shared(tmp_path):
+    """A killed import goes on; two at a time share the work; all give the same bytes as one alone."""
+    source, shared = tmp_path / "source", tmp_path / "shared"
+    for number in range(24):
+        write_video(source / f"{number}.mp4", 40)
+    killed = start(shared, source)
+    while not list(shared.glob("own/train/0*.h5")):
+        assert killed.poll() is None, killed.communicate()
+        time.sleep(0.002)
+    killed.kill()
+    killed.wait()
+    assert len(list(shared.glob("own/train/0*.h5"))) < 8
+    together = [start(shared, source) for _ in range(2)]
+    made = [process.communicate(timeout=120) for process in together]
+    assert [process.returncode for process in together] == [0, 0], made
+    run(tmp_path / "alone", "videos", source, "--name", "own", "--size", 64)
+    assert bytes_of(shared) == bytes_of(tmp_path / "alone")
+
+
+def test_resumed_repaired_and_verified(tmp_path, clips, capsys):
+    words = ("videos", clips, "--name", "own", "--size", 16)
+    run(tmp_path, *words)
+    before, path = bytes_of(tmp_path), tmp_path / "own/train/00001.h5"
+    times = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.h5")}
+    run(tmp_path, *words, "--verify")
+    run(tmp_path, *words)
+    assert times == {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.h5")}
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"00001\.h5: .* does not match its hash; repair with: rm .* --name own"):
+        run(tmp_path, *words, "--verify")
+    path.unlink()
+    os.truncate(tmp_path / "own/plan.h5", 500)
+    run(tmp_path, *words)
+    assert bytes_of(tmp_path) == before and "plan.h5: truncated; making it again" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"plan\.h5: made with other settings .*\(seed: 0 -> 1\)"):
+        run(tmp_path, *words, "--seed", 1)
+
+
+def test_other_files_are_noticed(tmp_path, clips):
+    shutil.copytree(clips, tmp_path / "source")
+    words = ("videos", tmp_path / "source", "--name", "own", "--size", 16)
+    run(tmp_path, *words)
+    write_video(tmp_path / "source/more.mp4", 5)
+    with pytest.raises(
+        UserError, match=r"made with other settings or from other files \(files: .* remove .*own to import"
+    ):
+        run(tmp_path, *words)
+
+
+def test_no_simulator_is_imported(tmp_path, clips):
+    argv = ["import_data.py", "videos", clips, "--name", "own", "--size", 16, "--data-dir", tmp_path]
+    code = f"""
+import sys
+import import_data
+sys.argv = {list(map(str, argv))}
+import_data.cli(import_data.main, import_data.default_args)
+simulators = {{"dm_control", "mujoco", "metaworld", "gymnasium", "OpenGL", "glfw"}} & sys.modules.keys()
+assert not simulators, simulators
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    assert opened(tmp_path)
+
+
+@pytest.mark.parametrize("options", [import_data.Videos, import_data.Lerobot, import_data.Authors])
+def test_numbers_have_ranges(options):
+    def has_number(annotation: Any) -> bool:
+        return annotation in (int, float) or any(map(has_number, get_args(annotation)))
+
+    for name, annotation in get_type_hints(options, include_extras=True).items():
+        assert isinstance(declared_range(annotation), Range) == has_number(annotation), name

@@ -145,3 +145,12 @@ def test_transfer_applies_one_latent_after_the_other(splits: tuple[Dataset, Data
             shown = image[::zoom, ::zoom][:, 32:]
             expected = np.clip(first + (step + 1) * (step + 2) // 2, 0, 255)
             assert abs(shown - expected).mean() < 12  # the colours of a GIF are a palette
+
+
+def test_the_offset_may_be_said_in_seconds(splits: tuple[Dataset, Dataset], tmp_path: Path) -> None:
+    """At 10 frames/s; a simulated set has no rate."""
+    for seconds, frames in ((0.3, 3), (0.01, 1), (None, 10)):
+        assert splits[0].max_offset(masklam.Args(max_offset_seconds=seconds)) == frames
+    simulated = Dataset(planted.write(tmp_path), "cheetah-run", "train")
+    with pytest.raises(UserError, match="has no frame rate; use --max-offset, in frames"):
+        simulated.max_offset(masklam.Args(max_offset_seconds=0.3))
