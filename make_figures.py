@@ -758,6 +758,10 @@ COMPARED = {
     "eval/return": ("return", "{:.1f}"),
     "eval/success_rate": ("success", "{:.2f}"),
     "eval/normalised_paper": ("of the paper's expert", "{:.1%}"),
+    "eval/open_loop_policy": ("open-loop error", "{:.3f}"),
+    "eval/open_loop_mean_action": ("of the mean action", "{:.3f}"),
+    "eval/open_loop_previous_action": ("of the previous action", "{:.3f}"),
+    "eval/open_loop_ridge": ("of ridge regression", "{:.3f}"),
 }
 
 
@@ -768,16 +772,18 @@ def compare(run_dirs: list[Path]) -> str:
         if run.result is None:
             raise UserError(f"{run.dir} is not finished: rerun its command")
     stages = list(dict.fromkeys(stage for run in members for stage in run.result["seconds"]))
-    heads = [head for head, _ in COMPARED.values()]
+    shown = {name: form for name, form in COMPARED.items() if any(name in run.result["metrics"] for run in members)}
+    heads = [head for head, _ in shown.values()]
     item = Item("", head=["method", "env", "variant", "seed", *heads, *(f"{stage} s" for stage in stages)])
     seeds = collections.defaultdict(list)
     for run in members:
         metrics, seconds = run.result["metrics"], run.result["seconds"]
-        values = [(metrics.get(name), form) for name, (_, form) in COMPARED.items()]
+        values = [(metrics.get(name), form) for name, (_, form) in shown.items()]
         values += [(seconds.get(stage), "{:.0f}") for stage in stages]
         texts = ["-" if value is None else form.format(value) for value, form in values]
         item.add(run.script, [run.env, run.variant, str(run.seed), *texts])
-        seeds[f"{run.script} {run.env} {run.variant}"].append(metrics["eval/nmse"])
+        if "eval/nmse" in metrics:
+            seeds[f"{run.script} {run.env} {run.variant}"].append(metrics["eval/nmse"])
     lines = [item.markdown()]
     for name, values in seeds.items():
         if len(values) > 1:
@@ -808,7 +814,8 @@ def main(args: Args) -> None:
     all_runs, problems = report.find_runs(args.runs_dir)
     for problem in problems:
         print(f"left out: {problem}")
-    members = [run for run in all_runs if bool(run.args.get("quick")) == args.quick]
+    # Runs on recorded videos have no place in the paper's tables; --compare shows them.
+    members = [run for run in all_runs if run.env in TASKS and bool(run.args.get("quick")) == args.quick]
     scale = "with --quick" if args.quick else "at the paper's scale"
     if not members:
         other = f"; there are {len(all_runs)} {'without' if args.quick else 'with'} --quick" if all_runs else ""

@@ -130,7 +130,7 @@ def save_latents(folder: Path, dataset: Dataset, latents: Tensor) -> list[Path]:
         panel.set(title=str(values["source"][here][0]) if dataset.is_recorded else f"episode {number}", xlabel="frame")
         panel.grid(alpha=0.3)
     panels[0].legend(loc="upper right", fontsize="small")
-    figure.suptitle(f"latent actions of {dataset.env}, {dataset.split}: {share:.0%} of their variance")
+    figure.suptitle(f"latent actions of {dataset.env}, {dataset.split}: {share:.0%} of their variance is in these three")
     return [pictures.save(figure, folder / f"{dataset.split}.png")]
 
 

@@ -61,7 +61,7 @@ def read_run(directory: Path) -> Run:
     path = directory / "args.json"
     try:
         args = read_json(path, keys=("distractors", "data_dir", "train_hash", "test_hash"))
-        run = Run(directory, script, get_task(env).name, variant, int(seed.removeprefix("seed")), args)
+        run = Run(directory, script, env, variant, int(seed.removeprefix("seed")), args)
         path = directory / "result.json"
         if path.exists():
             run.result = read_json(path)
@@ -75,7 +75,7 @@ def read_run(directory: Path) -> Run:
                 numbers += [decoder["num_labels"], *plain]
             if not all(isinstance(number, int | float | None) for number in numbers):
                 raise ValueError("its numbers are no numbers")
-            texts = (args["data_dir"], data["plan"]["expert"], run.result["machine"]["cpu"], run.commit)
+            texts = (args["data_dir"], data["plan"]["expert"] or "", run.result["machine"]["cpu"], run.commit)
             if not all(isinstance(text, str) for text in texts):
                 raise ValueError("its texts are no texts")
     except OSError as error:
