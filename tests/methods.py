@@ -1,6 +1,7 @@
 """What tests need to build, train and run each method script on a planted data set."""
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import multiprocessing
@@ -155,6 +156,25 @@ def lam_training(
     sampler.close()
     run.close()
     return model
+
+
+def command_lines() -> dict[str, Any]:
+    """The usual arguments of every script and benchmark by its module's name; of import_data, those of each kind."""
+    required = {"name": "x", "folder": Path("x"), "task": "push", "run": Path("x")}
+    root, found = Path(__file__).parents[1], {}
+    for path in sorted([*root.glob("*.py"), *root.glob("benchmarks/*.py")]):
+        name = ".".join(path.relative_to(root).with_suffix("").parts)
+        if "    cli(main, " in path.read_text(encoding="utf-8"):
+            module = importlib.import_module(name)
+            make = getattr(module, "defaults", None) or getattr(module, "default_args", None)
+            kinds = (module.Videos, module.Lerobot, module.Authors) if name == "import_data" else ()
+            for kind in kinds or (() if make else (module.Args,)):
+                needed = required.keys() & {field.name for field in dataclasses.fields(kind)}
+                default = kind(**{field: required[field] for field in needed if not hasattr(kind, field)})
+                found[f"{name} {kind.__name__}" if kinds else name] = default
+            if make and not kinds:
+                found[name] = make([])
+    return found
 
 
 # --- scripts as processes

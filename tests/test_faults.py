@@ -3,7 +3,6 @@
 import dataclasses
 import errno
 import functools
-import importlib
 import json
 import os
 import shutil
@@ -30,7 +29,7 @@ import make_masks
 import masklam
 import reproduce
 from common import evaluation, report, runs, store
-from common.cli import UserError, checked, declared_range, stop_requested
+from common.cli import PathComponent, UserError, checked, declared_range, stop_requested
 from common.dataset import Dataset
 from common.experts import LAOM_FILES, load_expert
 from common.shards import read_derived, read_shard, write_derived
@@ -42,8 +41,6 @@ LAM = methods.TINY | {"idm_scale": 1, "fdm_scale": 1, "stages": "lam", "lam_upda
 WHOLE = LAM | {"stages": "all", "policy_updates": 1, "decoder_updates": 1, "eval_steps": 3, "eval_episodes": 1}
 DATASET = "--quick --backgrounds synthetic --num-videos 1 --image-size 32 --episode-length 10 --train-transitions 20"
 DATASET += " --test-transitions 20 --workers 1 --data-dir"
-SCRIPTS = "laof laom_labels lapo lapo_slots masklam make_dataset make_experts make_figures make_masks reproduce"
-SCRIPTS += " export_latents benchmarks.rendering benchmarks.sam benchmarks.throughput"
 
 
 def one_line(done: subprocess.CompletedProcess, *parts: object) -> str:
@@ -359,16 +356,13 @@ def test_a_web_page_as_an_expert(env: str, kind: Any, tmp_path: Path) -> None:
 # --- what a user types
 
 
-def fields_of_paths() -> list[tuple[str, str, Any]]:
-    """Every script with every field that may be a path, and its default arguments."""
+def fields_of_paths() -> list[tuple[str, Any]]:
+    """Every field of every script that may be a path, and the script's usual arguments."""
     places = []
-    for script in SCRIPTS.split():
-        module = importlib.import_module(script)
-        make = getattr(module, "defaults", None) or getattr(module, "default_args", None)
-        default = make([]) if make else module.Args()
+    for default in methods.command_lines().values():
         for field in dataclasses.fields(default):
             if "Path" in str(field.type).replace("PathComponent", "") or field.name == "backgrounds":
-                places.append((script, field.name, default))
+                places.append((field.name, default))
     return places
 
 
@@ -376,9 +370,9 @@ def test_a_home_is_expanded_in_every_path(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["script.py"])
     places = fields_of_paths()
-    assert len(places) > 30 and {name for _, name, _ in places} >= {"backgrounds", "compare", "checkpoint", "out"}
+    assert len(places) > 30 and {name for name, _ in places} >= {"backgrounds", "compare", "checkpoint", "out"}
     (tmp_path / "file").touch()
-    for _, name, default in places:
+    for name, default in places:
         old = getattr(default, name)
         kind = str if name == "backgrounds" else Path
         for word in ("~/x", "~nobody-here/x", "~/file/x"):
@@ -398,18 +392,15 @@ BAD_NAMES = ["a/b", "../x", "..", ".", "a" * 201, "ä" * 101, "a\tb", "a\nb", "a
 @pytest.mark.parametrize("name", BAD_NAMES)
 def test_what_cannot_be_a_name_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["script.py"])
-    fields = ("variant", "mask_source", "name", "data")
     found = []
-    for script in SCRIPTS.split():
-        module = importlib.import_module(script)
-        if hasattr(module, "Args"):
-            for field in dataclasses.fields(module.Args):
-                if field.name in fields or (field.name == "env" and hasattr(module, "lam_loss")):
-                    assert declared_range(get_type_hints(module.Args, include_extras=True)[field.name])
-                    with pytest.raises(UserError, match=f"--{field.name.replace('_', '-')} "):
-                        checked(dataclasses.replace(module.Args(), **{field.name: name}))
-                    found.append((script, field.name))
-    assert len(found) >= 5 + 5 + 1 + 1 + 2
+    for script, default in methods.command_lines().items():
+        for field, annotation in get_type_hints(type(default), include_extras=True).items():
+            if isinstance(declared_range(annotation), PathComponent):
+                with pytest.raises(UserError, match=f"--{field.replace('_', '-')} "):
+                    checked(dataclasses.replace(default, **{field: name}))
+                found.append((script, field))
+    assert set(found) >= {(script, field) for script in methods.SCRIPTS for field in ("env", "variant")}
+    assert {*found} >= {("masklam", "mask_source"), ("make_masks", "name"), ("export_latents", "data")}
 
 
 def test_the_longest_names_fit(data: Path) -> None:
