@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import hashlib
 import mmap
@@ -112,7 +113,9 @@ class Dataset:
     def _open_shards(self) -> list[Shard]:
         paths = shard_paths(self.folder)
         if not paths:
-            raise UserError(f"{self.folder}: no dataset here; make it with: {self.command}")
+            close = difflib.get_close_matches(self.env, TASKS, n=1, cutoff=0.6)
+            hint = f" (or did you mean {close[0]!r}?)" if close and self.env not in TASKS else ""
+            raise UserError(f"{self.folder}: no dataset here; make it with: {self.command}{hint}")
         shards = []
         for path in paths:
             try:

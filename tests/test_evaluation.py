@@ -54,7 +54,7 @@ def act(frames: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("num_envs", [1, 2])
 def test_rollout_equals_a_plain_loop(num_envs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same episodes one after the other, with the stack and its actions written out."""
-    monkeypatch.setattr(evaluation, "make_env", FakeEnv)
+    monkeypatch.setattr("common.envs.make_env", FakeEnv)
     episodes = []
     env = FakeEnv("drawer-close", **MADE_WITH)
     for episode in range(5):
@@ -128,12 +128,13 @@ def test_tables_control_and_result_of_stage_1(train_set: Dataset, tmp_path: Path
     for variant, control, passes in (("a", untrained, 9), ("b", untrained, 1), ("c", other, 9)):
         calls.clear()
         run = runs.Run(lapo.Args(runs_dir=tmp_path), "lapo", variant, {})
+        run.train_set, run.test_set = train_set, test_set
         for _ in range(2):
             table = evaluation.table(run, "latents", partial(encode, model), train_set, order, **windows)
         assert len(calls) == 5
         latents = torch.cat([z for z, _ in evaluation.outputs(partial(encode, model), train_set, **windows)])
         torch.testing.assert_close(table.flip(0), latents)
-        probed = evaluation.probe(run, encode, model, control, latents, train_set, test_set, **windows)
+        probed = evaluation.probe(run, encode, model, control, latents, **windows)
         assert calls.count(control) == passes
         sets = (evaluation.outputs(partial(encode, control), each, **windows) for each in (train_set, test_set))
         assert probed["untrained"] == evaluation.nmse(*sets, train_set.action_variance)["nmse"]
@@ -141,8 +142,7 @@ def test_tables_control_and_result_of_stage_1(train_set: Dataset, tmp_path: Path
         with np.load(run.dir / "latents.npz") as file:  # every third pair, whatever the batches
             assert file["step"] == 3 and len(file["z"]) == 14
             assert np.array_equal(file["action"], test_set.action[test_set.transitions[::3]])
-        about = {"train_set": train_set, "test_set": test_set, "labelled": train_set.labelled(30, 1), "drawn": []}
-        evaluation.write_result(run, probed, [], {"lam": model}, **about)
+        evaluation.write_result(run, probed, [], {"lam": model}, train_set.labelled(30, 1), [])
         result = json.loads((run.dir / "result.json").read_text())
         assert result["metrics"] == {"eval/nmse": probed["nmse"], "eval/nmse_untrained": probed["untrained"]}
         assert result["decoders"] == [] and result["parameters"] == {"lam": 32 * 4 + 4}
