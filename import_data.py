@@ -268,9 +268,11 @@ class Maker:
         stacks = {name: np.empty((len(place), *shape), np.uint8) for name, shape in shapes.items()}
         masks_folder = getattr(self.options, "masks", None)
         for frame, pictures in enumerate(self.source.pictures(place, self.last_used, masks_folder)):
-            for name, picture in pictures.items():
+            for name in stacks:
                 file = self.source.files[place[frame, 0]]
-                picture = recordings.as_square(picture, plan["image_size"], getattr(self.options, "fit", None), file)
+                picture = recordings.as_square(
+                    pictures[name], plan["image_size"], getattr(self.options, "fit", None), file
+                )
                 stacks[name][frame] = np.packbits(picture) if picture.dtype == bool else picture
             self.progress.update()
             if stop_requested():

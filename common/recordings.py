@@ -301,7 +301,7 @@ def read_videos(source: Source, masks: Path | None, actions: Path | None) -> Non
                         raise UserError(f"{table}: {rows} rows for {count} frames; the last one may be missing")
                     recording.row = functools.partial("{}: row {}".format, table)
                 if masks is not None:
-                    source.masks[path.name] = _find_masks(masks, stem, (count, *size))
+                    source.masks[str(path.relative_to(source.root))] = _find_masks(masks, stem, (count, *size))
                 file = source.number(path, count)
                 recording.place = np.stack([np.full(count, file), np.arange(count)], axis=1)
                 source.recordings.append(recording)

@@ -286,10 +286,19 @@ def test_folders_named_train_and_test_are_the_splits(tmp_path):
     for number, name in enumerate(("train/a", "test/b", "train/c")):
         (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         write_video(tmp_path / "source" / f"{name}.mp4", 3 + number)
-    run(tmp_path, "videos", tmp_path / "source", "--name", "own", "--size", 16)
-    assert {name: one["split"] for (name, _), one in opened(tmp_path).items()} == {
+    (tmp_path / "masks").mkdir()
+    masks = np.random.default_rng(0).random((3, 6, 24, 32)) < 0.3
+    for number, name in enumerate("abc"):
+        np.save(tmp_path / f"masks/{name}.npy", masks[number, : 3 + number])
+    run(tmp_path, "videos", tmp_path / "source", "--name", "own", "--size", 24, "--masks", tmp_path / "masks")
+    found = opened(tmp_path)
+    assert {name: one["split"] for (name, _), one in found.items()} == {
         "a.mp4": "train", "c.mp4": "train", "b.mp4": "test"
     }  # fmt: skip
+    for (name, _), one in found.items():
+        number = "abc".index(name[0])
+        expected = np.packbits(masks[number, : 3 + number, :, 4:28].reshape(3 + number, -1), axis=1)
+        assert np.array_equal(one["video/mask"], expected), name
 
 
 def test_an_episode_larger_than_a_shard_is_refused(tmp_path, clips, monkeypatch):
