@@ -266,13 +266,11 @@ class Maker:
         shapes = {name: shape for name, (_, shape) in frame_schema(plan).items() if "/" in name}
         shapes |= dict.fromkeys(self.source.columns.keys() - shapes.keys(), (plan["image_size"] ** 2 // 8,))
         stacks = {name: np.empty((len(place), *shape), np.uint8) for name, shape in shapes.items()}
-        masks_folder = getattr(self.options, "masks", None)
+        masks_folder, fit = (getattr(self.options, name, None) for name in ("masks", "fit"))
         for frame, pictures in enumerate(self.source.pictures(place, self.last_used, masks_folder)):
+            file = self.source.files[place[frame, 0]]
             for name in stacks:
-                file = self.source.files[place[frame, 0]]
-                picture = recordings.as_square(
-                    pictures[name], plan["image_size"], getattr(self.options, "fit", None), file
-                )
+                picture = recordings.as_square(pictures[name], plan["image_size"], fit, file)
                 stacks[name][frame] = np.packbits(picture) if picture.dtype == bool else picture
             self.progress.update()
             if stop_requested():
