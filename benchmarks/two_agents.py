@@ -2,9 +2,10 @@
 
     python -m benchmarks.two_agents --out data/two-agents
 
-A square walks at random in each half of the picture. Below --out are videos/<episode>/ (frames as PNG), left/ and
-right/ (masks for make_masks.py --import), and actions/<episode>.npy: the steps of the left square and of the right one,
-down and to the right, in units of the largest step. docs/videos.md has the commands that use them.
+In each half of the picture a square goes where its action says, a place that is drawn anew for every step. Below --out
+are videos/<episode>/ (frames as PNG), left/ and right/ (masks for make_masks.py --import), and actions/<episode>.npy: the
+next place of the left square and of the right one, down and to the right, from -1 to 1. docs/videos.md has the commands
+that use them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from common.cli import Count, Progress, Seed, cli
 from common.distractors import synthetic_clip
 
 SIDE = 10  # of a square, in pixels
-REACH = 4  # largest step of a square, in pixels
 RAMP = np.linspace(0, 255, SIDE)
 # Colours that tell each pixel of a square from the others: of a plain one, the masked loss needs no latent action.
 PATCH = np.stack(np.broadcast_arrays(RAMP[:, None], RAMP[None], 128.0), axis=-1).astype(np.uint8)
@@ -36,16 +36,7 @@ class Args:
     size: Count = 64
     """height and width of the frames in pixels"""
     seed: Seed = 0
-    """of the walks and of the background"""
-
-
-def walk(rng: np.random.Generator, steps: int, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Corners (top, left) of a square that walks at random between `low` and `high`: int64 (steps + 1, 2)."""
-    places = [rng.integers(low, high + 1)]
-    for _ in range(steps):
-        first, last = np.maximum(low, places[-1] - REACH), np.minimum(high, places[-1] + REACH)
-        places.append(rng.integers(first, last + 1))
-    return np.array(places)
+    """of the places and of the background"""
 
 
 def main(args: Args) -> None:
@@ -56,12 +47,12 @@ def main(args: Args) -> None:
         frames = synthetic_clip("train", 1000 + episode, size, args.steps + 1)
         actions = []
         for name, patch, start in (("left", PATCH, 0), ("right", 255 - PATCH, size // 2)):
-            places = walk(rng, args.steps, np.array([0, start]), ends + np.array([0, start]))
+            places = rng.integers(0, ends + 1, (args.steps + 1, 2))  # of the upper left corner, in its half
             masks = np.zeros((args.steps + 1, size, size), bool)
-            for frame, mask, (top, left) in zip(frames, masks, places):
+            for frame, mask, (top, left) in zip(frames, masks, places + [0, start]):
                 mask[top : top + SIDE, left : left + SIDE] = True
                 frame[top : top + SIDE, left : left + SIDE] = patch
-            actions.append(np.diff(places, axis=0) / REACH)
+            actions.append(2 * places[1:] / ends - 1)
             (args.out / name).mkdir(parents=True, exist_ok=True)
             np.save(args.out / name / f"{episode:05d}.npy", masks)
         (args.out / "actions").mkdir(exist_ok=True)
