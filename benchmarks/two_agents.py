@@ -3,9 +3,9 @@
     python -m benchmarks.two_agents --out data/two-agents
 
 In each half of the picture a square goes where its action says, a place that is drawn anew for every step. Below --out
-are videos/<episode>/ (frames as PNG), left/ and right/ (masks for make_masks.py --import), and actions/<episode>.npy: the
-next place of the left square and of the right one, down and to the right, from -1 to 1. docs/videos.md has the commands
-that use them.
+are videos/<episode>/ (frames as PNG), left/ and right/ (masks for make_masks.py --import), and actions/<episode>.npy:
+the next place of the left square and of the right one, down and to the right, from -1 to 1. docs/videos.md has the
+commands that use them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main(args: Args) -> None:
         for name, patch, start in (("left", PATCH, 0), ("right", 255 - PATCH, size // 2)):
             places = rng.integers(0, ends + 1, (args.steps + 1, 2))  # of the upper left corner, in its half
             masks = np.zeros((args.steps + 1, size, size), bool)
-            for frame, mask, (top, left) in zip(frames, masks, places + [0, start]):
+            for frame, mask, (top, left) in zip(frames, masks, places + np.array([0, start])):
                 mask[top : top + SIDE, left : left + SIDE] = True
                 frame[top : top + SIDE, left : left + SIDE] = patch
             actions.append(2 * places[1:] / ends - 1)
