@@ -63,8 +63,11 @@ def load_run(folder: Path, device: torch.device) -> tuple[Any, Any, torch.nn.Mod
             value = None if value is None else Path(value) if "Path" in str(field.type) else value
         known[field.name] = tuple(value) if isinstance(value, list) else value
     args = type(default)(**known)
-    model = module.LatentActionModel(args, plan["image_size"], plan["action_dim"])
-    model.load_state_dict(state["model"])
+    model = module.LatentActionModel(args, plan["image_size"], max(plan["action_dim"], 1))
+    try:
+        model.load_state_dict(state["model"])
+    except (RuntimeError, KeyError) as error:
+        raise UserError(f"{folder / 'lam.pt'}: not the weights of {script}.py as it is now ({error!r:.200})") from error
     return module, args, model.to(device, memory_format=torch.channels_last).eval(), plan["image_size"]
 
 
@@ -97,6 +100,7 @@ def main(args: Args) -> None:
     run_args = replace(run_args, **changes)
     splits = ("train", "test") if args.split == "both" else (args.split,)
     datasets = [module.open_split(run_args, split) for split in splits]
+    name = changes["env"] + (f"-{args.mask_source}" if args.mask_source else "")
     for dataset in datasets:
         if dataset.image_size != size:
             raise UserError(
@@ -104,7 +108,7 @@ def main(args: Args) -> None:
                 f"import or make the dataset in that size"
             )
     for dataset in datasets:
-        export(args, dataset, module, run_args, model, args.run / "latents" / changes["env"])
+        export(args, dataset, module, run_args, model, args.run / "latents" / name)
 
 
 if __name__ == "__main__":

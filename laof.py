@@ -94,7 +94,7 @@ class Args:
     weight_decay: NotNegative = 0.01
     """decoupled weight decay of AdamW"""
     eval_episodes: Count = 100
-    """episodes of the decoded policy on held-out backgrounds"""
+    """episodes of the decoded policy on held-out backgrounds; of recorded videos all held-out ones are used"""
     eval_steps: Count | None = None
     """steps per evaluation episode; None: the task's"""
     # --- method: hyperparameters ---
@@ -118,11 +118,11 @@ class Args:
     """speed that is drawn in full colour, as a share of the image's diagonal per step (0.9 pixels at 64 x 64)"""
     # --- end method ---
     data_dir: Path = Path("data")
-    """folder of the datasets that make_dataset.py wrote"""
+    """folder of the datasets"""
     runs_dir: Path = Path("runs")
     """folder of the run directories"""
     clips_dir: Path | None = None
-    """folder of the background clips that made the dataset, for the evaluation; None: data/DAVIS"""
+    """folder of the background clips that made the dataset, for the rollouts; None: data/DAVIS"""
     variant: Name = ""
     """name of this variant's run directory; empty: made from the arguments that differ from the defaults"""
     device: Literal["auto", "cuda", "cpu"] = "auto"

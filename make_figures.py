@@ -815,7 +815,8 @@ def main(args: Args) -> None:
     for problem in problems:
         print(f"left out: {problem}")
     # Runs on recorded videos have no place in the paper's tables; --compare shows them.
-    members = [run for run in all_runs if run.env in TASKS and bool(run.args.get("quick")) == args.quick]
+    all_runs = [run for run in all_runs if run.env in TASKS]
+    members = [run for run in all_runs if bool(run.args.get("quick")) == args.quick]
     scale = "with --quick" if args.quick else "at the paper's scale"
     if not members:
         other = f"; there are {len(all_runs)} {'without' if args.quick else 'with'} --quick" if all_runs else ""

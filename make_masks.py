@@ -68,7 +68,7 @@ class Args:
     show_boxes: bool = False
     """make no masks: compare the box with the agent's, and draw it in first frames, data/<env>/<split>_boxes.png"""
     data_dir: Path = Path("data")
-    """folder of the datasets that make_dataset.py wrote"""
+    """folder of the datasets"""
     batch_episodes: Count | None = None
     """episodes that run side by side; None: 8 on a GPU, 1 on a CPU"""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -149,9 +149,10 @@ def read_boxes(args: Args, dataset: Dataset) -> np.ndarray:
         values = get_task(dataset.env).scaled_box(size)
     try:
         boxes = np.array(values, np.float64)
-        if args.boxes is None or boxes.shape != (dataset.num_episodes, 4):
-            boxes = np.tile(boxes.reshape(1, 4), (dataset.num_episodes, 1))
-    except ValueError as error:
+        if args.boxes is None:
+            boxes = np.tile(boxes, (dataset.num_episodes, 1))
+        boxes = boxes.reshape(dataset.num_episodes, 4)
+    except (ValueError, TypeError) as error:
         wanted = f"a box of four numbers for each of the {dataset.num_episodes} episodes of the {dataset.split} split"
         raise UserError(f"{name}: expected {wanted} ({error})") from error
     x0, y0, x1, y1 = boxes.T
@@ -294,7 +295,7 @@ def named_paths(folder: Path, sources: list[str]) -> list[Path]:
         )
     paths = []
     for source in sources:
-        names = (source, Path(source).stem)
+        names = (source, Path(source).stem if Path(source).suffix.lower() in media.VIDEO_SUFFIXES else source)
         found = [folder / f"{name}.npy" for name in names] + [folder / name for name in names]
         paths += [path for path in found if path.is_dir() or path.is_file()][:1]
         if not paths or paths[-1] not in found:

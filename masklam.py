@@ -93,7 +93,7 @@ class Args:
     weight_decay: NotNegative = 0.01
     """decoupled weight decay of AdamW"""
     eval_episodes: Count = 100
-    """episodes of the decoded policy on held-out backgrounds"""
+    """episodes of the decoded policy on held-out backgrounds; of recorded videos all held-out ones are used"""
     eval_steps: Count | None = None
     """steps per evaluation episode; None: the task's"""
     # --- method: hyperparameters ---
@@ -126,11 +126,11 @@ class Args:
 
     # --- end method ---
     data_dir: Path = Path("data")
-    """folder of the datasets that make_dataset.py wrote"""
+    """folder of the datasets"""
     runs_dir: Path = Path("runs")
     """folder of the run directories"""
     clips_dir: Path | None = None
-    """folder of the background clips that made the dataset, for the evaluation; None: data/DAVIS"""
+    """folder of the background clips that made the dataset, for the rollouts; None: data/DAVIS"""
     variant: Name = ""
     """name of this variant's run directory; empty: made from the arguments that differ from the defaults"""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -294,7 +294,7 @@ def open_split(args: Args, split: str) -> Dataset:
     """The data of a split as the method sees it."""
     render = "distractor" if args.distractors else "clean"
     dataset = Dataset(args.data_dir, args.env, split, render, args.mask_source)
-    check_masks(dataset)
+    check_masks(dataset, args.mask_dilation)
     if args.occlusion:  # its box is that of the masks from t-2 to t+10, whatever k is
         attach_mask_blocks(dataset, "blocks", first=-2, last=max(10, dataset.max_offset(args)))
     return dataset

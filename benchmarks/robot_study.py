@@ -84,7 +84,7 @@ def main(args: Args) -> None:
                     for folder in ("masks", "actions", f"videos/{split}/{name}"):
                         (args.out / folder).mkdir(parents=True, exist_ok=True)
                     np.save(args.out / "masks" / f"{name}.npy", masks)
-                    np.save(args.out / "actions" / f"{name}.npy", dataset.action[index[:-1]])
+                    np.save(args.out / "actions" / f"{name}.npy", dataset.original_action(dataset.action[index[:-1]]))
                     for number, image in enumerate(composite(frames, masks, player)):
                         Image.fromarray(image).save(args.out / "videos" / split / name / f"{number:05d}.png")
                 progress.update()

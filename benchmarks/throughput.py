@@ -180,7 +180,11 @@ def bytes_from_disk() -> int:
 def read_batches(args: Any, dataset: Dataset, fields: tuple[str, ...], read_ahead: int) -> dict[str, float]:
     """Reads the first eighth of an epoch's batches of stage 1: samples/s, and gigabytes that came from the disk."""
     start, before = time.perf_counter(), bytes_from_disk()
-    options = {"max_offset": getattr(args, "max_offset", 1), "fields": fields, "device": torch.device("cpu")}
+    options = {
+        "max_offset": dataset.max_offset(args) if hasattr(args, "max_offset") else 1,
+        "fields": fields,
+        "device": torch.device("cpu"),
+    }
     sampler = Sampler(dataset, args.batch_size, seed=args.seed, read_ahead=read_ahead, **options)
     batches = sampler.batches_per_epoch // 8
     if not batches:
@@ -197,6 +201,10 @@ def read_batches(args: Any, dataset: Dataset, fields: tuple[str, ...], read_ahea
 
 def measure_loading(args: Any, module: Any) -> list[dict[str, Any]]:
     """Reads the same batches cold and then hot, in turn without and with reading ahead; an entry for each way."""
+    if not {"frames", "masks"}.issuperset(module.input_fields(args)):
+        raise UserError(
+            f"--loading: {args.script} sees {', '.join(module.input_fields(args))}, not only frames and masks"
+        )
     entries = [{"read_ahead": depth, "state": state} for depth in (0, READ_AHEAD) for state in ("cold", "hot")]
     for _ in range(args.windows):
         for depth in (0, READ_AHEAD):
@@ -223,7 +231,8 @@ def measure_sharing(args: Any) -> list[dict[str, Any]]:
     for busy, policy in itertools.product((False, True), ("active", "passive")):
         with contextlib.ExitStack() as stack:
             if busy:
-                stack.callback(subprocess.Popen([sys.executable, "-c", "while True: pass"]).kill)
+                other = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+                stack.callback(other.kill)
             out = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "out.json"
             command = [sys.executable, "-m", "benchmarks.throughput", *sys.argv[1:]]
             command += ["--no-sharing", "--trainings", "lam", "--stages", "lam", "--out", str(out)]

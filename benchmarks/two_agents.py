@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from PIL import Image
 
-from common.cli import Count, Progress, Seed, cli
+from common.cli import Count, Progress, Range, Seed, cli
 from common.distractors import synthetic_clip
 
 SIDE = 10  # of a square, in pixels
@@ -33,7 +34,7 @@ class Args:
     """videos"""
     steps: Count = 100
     """transitions in each"""
-    size: Count = 64
+    size: Annotated[int, Range(24, 1024)] = 64
     """height and width of the frames in pixels"""
     seed: Seed = 0
     """of the places and of the background"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterable
@@ -388,7 +389,8 @@ def probe(
 
     def control() -> float:
         """Computed once for all runs that begin with the same latent actions, since training does not change it."""
-        first, _ = next(iter(outputs(partial(encode, untrained), test_set, **windows)))
+        on_cpu = windows | {"device": torch.device("cpu")}  # where the same weights give the same bits
+        first, _ = next(iter(outputs(partial(encode, copy.deepcopy(untrained).cpu()), test_set, **on_cpu)))
         data = [[split.hash, split.render, split.mask_hash, split.attached] for split in (train_set, test_set)]
         begin = json.dumps(data, sort_keys=True).encode() + first.cpu().numpy().tobytes()
         path = Path(run.args.runs_dir) / "controls" / f"{run.args.env}-{hashlib.sha256(begin).hexdigest()[:16]}.json"

@@ -24,13 +24,16 @@ def next_masks(batch: Batch) -> Tensor | None:
     return None if batch.masks is None else unpack_masks(batch.masks[:, 3], *batch.frames.shape[2:4])
 
 
-def check_masks(dataset: Dataset) -> None:
+def check_masks(dataset: Dataset, dilation: int = 0) -> None:
     """Raises UserError if a set has no masks, or only empty ones, with which a masked loss learns nothing.
 
-    Warns if most are empty. Looks at some thousand masks, evenly spaced.
+    Warns if most are empty. Looks at some thousand masks, evenly spaced, grown by `dilation` pixels.
     """
-    empty = ~dataset.masks(np.arange(0, dataset.num_frames, -(-dataset.num_frames // 4096))).any(axis=1)
+    some = torch.from_numpy(dataset.masks(np.arange(0, dataset.num_frames, -(-dataset.num_frames // 4096))))
+    masks = unpack_masks(some[None], dataset.image_size, dataset.image_size)
+    empty = ~(dilate(masks, dilation) if dilation else masks)[0].bool().flatten(1).any(dim=1).numpy()
     which = f"{dataset.folder}: masks '{dataset.mask_source}' of the {dataset.render} render"
+    which += f", with --mask-dilation {dilation}," if dilation else ""
     if empty.all():
         raise UserError(f"{which} are all empty, so there is nothing to learn from; look at them, or take others")
     if empty.mean() > 0.5:

@@ -19,6 +19,7 @@ def panels(count: int, columns: int, width: float, height: float) -> tuple[Any, 
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["text.parse_math"] = False  # names of files may have dollar signs
     from matplotlib import pyplot as plt
 
     columns = min(columns, count)

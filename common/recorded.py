@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from common import pictures
-from common.dataset import Batch, Dataset, sequential
+from common.dataset import Batch, Dataset, normalise, sequential
 from common.store import atomic_path
 
 SHOWN_EPISODES = 3  # whose latent actions are drawn over time
@@ -19,15 +19,19 @@ TRANSFER_STEPS = 30  # at most
 TRANSFER_COLUMNS = 10  # of its strip
 
 
-def random_features(frames: Tensor) -> Tensor:
-    """What a small convolutional network with fixed random weights sees: uint8 (B, 3, H, W, 3) to (B, 1024)."""
-    layers: list[nn.Module] = []
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        for channels, width in ((9, 32), (32, 64), (64, 64)):
-            layers += [nn.Conv2d(channels, width, 4, stride=2, padding=1), nn.ReLU()]
-    network = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten()).to(frames.device)
-    return network(frames.movedim(-1, -3).flatten(1, 2).float() / 255 - 0.5)
+class RandomEncoder(nn.Sequential):
+    """A small convolutional network with fixed random weights: frames, uint8 (B, 3, H, W, 3), to (B, 1024)."""
+
+    def __init__(self) -> None:
+        layers: list[nn.Module] = []
+        with torch.random.fork_rng(devices=[]):
+            torch.random.default_generator.manual_seed(0)
+            for channels, width in ((9, 32), (32, 64), (64, 64)):
+                layers += [nn.Conv2d(channels, width, 4, stride=2, padding=1), nn.ReLU()]
+        super().__init__(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten())
+
+    def forward(self, frames: Tensor) -> Tensor:
+        return super().forward(normalise(frames).flatten(1, 2))
 
 
 def open_loop(
@@ -49,7 +53,7 @@ def open_loop(
         labelled: int64 (N,), the labelled transitions, which the mean and the regression know too.
 
     Returns ``errors``: of the ``policy``, the ``mean_action`` (of the labelled transitions), the ``previous_action``
-    (that of the step before; the mean in an episode's first step) and ``ridge`` (regression from `random_features`);
+    (that of the step before; the mean in an episode's first step) and ``ridge`` (regression from a `RandomEncoder`);
     and ``rmse_per_dimension``: the policy's root mean squared error in the units of the data.
     """
     from sklearn.linear_model import Ridge
@@ -66,18 +70,19 @@ def open_loop(
                     values.append(function(batch.frames).float().cpu())
         return [torch.cat(values).numpy() for values in found]
 
-    actions = train_set.action[labelled].clip(-1, 1)
-    # Its penalty is chosen over whole episodes: frames of one episode are too alike to test each other.
-    episodes = train_set.episode_of_frame[labelled]
-    count = len(np.unique(episodes))
-    folds = GroupKFold(min(5, count)) if count > 1 else KFold(2)
-    penalties = {"ridge__alpha": np.logspace(0, 6, 13)}
-    pipeline = make_pipeline(StandardScaler(), Ridge())
-    ridge = GridSearchCV(pipeline, penalties, cv=folds, scoring="neg_mean_squared_error")
-    ridge.fit(over(train_set, labelled, random_features)[0], actions, groups=episodes)
+    actions, encoder = train_set.action[labelled].clip(-1, 1), RandomEncoder().to(device)
+    ridge: Any = make_pipeline(StandardScaler(), Ridge())
+    if len(labelled) > 1:
+        # Its penalty is chosen over whole episodes: frames of one episode are too alike to test each other.
+        episodes = train_set.episode_of_frame[labelled]
+        count = len(np.unique(episodes))
+        folds = list((GroupKFold(min(5, count)) if count > 1 else KFold(2)).split(actions, groups=episodes))
+        penalties = {"ridge__alpha": np.logspace(0, 6, 13)}
+        ridge = GridSearchCV(ridge, penalties, cv=folds, scoring="neg_mean_squared_error")
+    ridge.fit(over(train_set, labelled, encoder)[0], actions)
 
     t = test_set.transitions
-    predicted, features = over(test_set, t, lambda frames: act(frames).clamp(-1, 1), random_features)
+    predicted, features = over(test_set, t, lambda frames: act(frames).clamp(-1, 1), encoder)
     mean = np.broadcast_to(actions.mean(0), predicted.shape)
     is_first = np.isin(t, test_set.episode_start)
     guesses = {
@@ -97,7 +102,8 @@ def save_latents(folder: Path, dataset: Dataset, latents: Tensor) -> list[Path]:
     """Writes the latent actions of all transitions of a split and draws those of some episodes over time.
 
     ``<folder>/<split>.npz`` has, for each transition: `z` float32 (N, d_z); `episode` and `frame`, int (N,), where it
-    is in the split; `source` (N,), the file or episode that it was imported from; `seconds` (N,), where it is in there;
+    is in the split; `source` (N,), the file or episode that it was imported from; `seconds` (N,), where it is in
+    there, if the frame rate is known;
     and `action` (N, A), where there are any, in the units of what was imported.
 
     Args:
@@ -110,8 +116,9 @@ def save_latents(folder: Path, dataset: Dataset, latents: Tensor) -> list[Path]:
     frame = t - dataset.episode_start[episode]
     values = {"z": z, "episode": episode, "frame": frame}
     if dataset.is_recorded:
-        source, start = (np.array(dataset.episode_values(name)) for name in ("source", "start_seconds"))
-        values |= {"source": source[episode], "seconds": start[episode] + frame / (dataset.plan["fps"] or np.nan)}
+        values["source"] = np.array(dataset.episode_values("source"))[episode]
+        if dataset.plan["fps"]:
+            values["seconds"] = np.array(dataset.episode_values("start_seconds"))[episode] + frame / dataset.plan["fps"]
     if dataset.action_dim:
         values["action"] = dataset.original_action(dataset.action[t])
     folder.mkdir(parents=True, exist_ok=True)
@@ -144,8 +151,9 @@ def transfer(
 ) -> list[Path]:
     """The latent actions of one held-out episode applied to the first frame of another, step after step.
 
-    The model sees its own predictions; what it sees beside colours (a mask) stays that of the first frame. Writes
-    ``transfer.gif`` with every step and returns ``transfer.png``, a strip of some.
+    Where there is no other, to the middle of the same one. The model sees its own predictions, also where its loss did
+    not train them (MaskLAM's outside the mask), and what it sees beside colours (a mask) stays that of the first frame.
+    Writes ``transfer.gif`` with every step and returns ``transfer.png``, a strip of some.
 
     Args:
         model: has `infer`, windows (B, F, C, H, W) to z (B, d_z), and `predict`, windows and z to frames (B, 3, H, W).
@@ -153,10 +161,11 @@ def transfer(
     """
     from PIL import Image
 
-    source, target = 0, dataset.num_episodes - 1
-    start, stop = dataset.episode_start[source : source + 2]
+    start, stop = dataset.episode_start[:2]
     steps = np.arange(start, min(stop - 1, start + TRANSFER_STEPS))
-    first = dataset.episode_start[target : target + 1]
+    first, place = dataset.episode_start[-2:-1], f"the start of episode {dataset.num_episodes - 1}"
+    if dataset.num_episodes == 1:
+        first, place = dataset.transitions[dataset.num_transitions // 2 :][:1], "its own middle, as there is no other"
     windows = {"max_offset": 1, "device": device, "fields": fields}
     with torch.inference_mode():
         z = model.infer(inputs(next(sequential(dataset, len(steps), indices=steps, **windows))))
@@ -173,9 +182,13 @@ def transfer(
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_path(folder / "transfer.gif") as temporary:
         images = [Image.fromarray(image) for image in both]
-        images[0].save(temporary, save_all=True, append_images=images[1:], duration=100, loop=0)
+        duration = round(1000 / (dataset.plan.get("fps") or 10))  # milliseconds of a frame
+        images[0].save(temporary, save_all=True, append_images=images[1:], duration=duration, loop=0)
     some = np.unique(np.linspace(0, len(steps) - 1, TRANSFER_COLUMNS).astype(int))
-    start_frame = dataset.frames(np.broadcast_to(first, len(some)))
-    named = {"latent actions\nfrom": recorded[some], "applied to": start_frame[:1], "predicted": shown[some]}
-    title = f"{dataset.env}: latent actions of held-out episode {source}, applied to the start of episode {target}"
+    named = {
+        "latent actions\nfrom": recorded[some],
+        "applied to": dataset.frames(first),
+        "predicted": shown[some],
+    }
+    title = f"{dataset.env}: latent actions of held-out episode 0, applied to {place}"
     return [pictures.rows(folder / "transfer.png", named, None, title)]

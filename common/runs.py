@@ -259,6 +259,8 @@ class Run:
             raise UserError(f"--eval-steps is {args.eval_steps}, but {args.env} ends after {steps} steps")
         if not train_set.action_dim:
             args.num_labels = ()  # the run ends after the latent policy
+        elif not train_set.action_variance:
+            raise UserError(f"{train_set.folder}: its actions never change, so nothing can be learned from them")
         identity = {
             "train_hash": train_set.hash,
             "test_hash": test_set.hash,

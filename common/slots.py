@@ -109,7 +109,7 @@ def draw_slots(path: Path, dataset: Dataset, attention: Tensor, selected: int, c
     """
     index, size = np.linspace(0, len(attention) - 1, count).astype(int), dataset.image_size
     frames = normalise(torch.from_numpy(dataset.frames(index)))
-    masks = unpack_masks(torch.from_numpy(dataset.masks(index)), size, size)
+    masks = unpack_masks(torch.from_numpy(dataset.masks(index)), size, size) if dataset.has_masks else None
     rows = {"o(t)": frames}
     for slot, light in enumerate(enlarge(attention[index], size).unbind(1), 1):
         rows[f"slot {slot}{'*' * (slot == selected)}"] = (frames + 0.5) * light[:, None] - 0.5
@@ -127,6 +127,9 @@ def agent_report(attention: Tensor, dataset: Dataset, index: np.ndarray) -> dict
     IoU; `best_iou`, the mean of that highest; `changes`, the share of pairs of consecutive frames between which it
     moves to another slot; `frames`.
     """
+    nothing = {"frames": 0, "iou": None, "share": None, "best_iou": None, "changes": None}
+    if not dataset.has_masks:
+        return nothing
     size, slots, overlaps, visible = dataset.image_size, attention.shape[1], [], []
     for part, rows in zip(attention.split(256), np.split(index, range(256, len(index), 256))):
         mask = unpack_masks(torch.from_numpy(dataset.masks(rows)), size, size).bool()  # (B, 1, H, W)
@@ -137,7 +140,7 @@ def agent_report(attention: Tensor, dataset: Dataset, index: np.ndarray) -> dict
     visible = np.concatenate(visible)
     iou, index = np.concatenate(overlaps)[visible], index[visible]
     if not len(index):
-        return {"frames": 0, "iou": None, "share": None, "best_iou": None, "changes": None}
+        return nothing
     best = iou.argmax(1)
     pairs = (np.diff(index) == 1) & (np.diff(dataset.episode_of_frame[index]) == 0)
     changed = (np.diff(best) != 0)[pairs]

@@ -66,10 +66,12 @@ class Meter:
         self._sums, self.last_step, self.last_time = {}, self.step, now
 
     def probe(self, encode: Callable[[nn.Module, Batch], Tensor], fields: tuple[str, ...]) -> None:
-        """Logs the NMSE of the model as it is now; the time that it takes is not the stage's.
+        """Logs the NMSE of the model as it is now, if there are actions; the time that it takes is not the stage's.
 
         encode: the model and a batch, which has `fields`, to latent actions (B, d_z).
         """
+        if not self.run.train_set.action_dim:
+            return
         start = time.monotonic()
         windows = {"batch_size": self.run.args.batch_size, "device": self._first_bad.device, "fields": fields}
         self.model.eval()

@@ -126,14 +126,14 @@ def test_mask_files_hold_what_the_tracker_gives(complete, checkpoint, capsys):
 
 def test_recorded_videos_need_a_box_and_may_have_one_for_each_episode(tmp_path, checkpoint):
     data = planted.write_recorded(tmp_path, masks=False, train=2, test=2, length=2)
-    boxes = {"train": [[0, 0, 8, 8], [10, 12, 30, 28]], "test": [5, 5, 20, 20]}
+    boxes = {"train": [[0, 0, 8, 8], [10, 12, 30, 28]], "test": [[5, 5, 20, 20]] * 2}
     (tmp_path / "boxes.json").write_text(json.dumps(boxes))
     args = {"env": "own", "checkpoint": checkpoint}
     with pytest.raises(UserError, match=r"where is the agent\? Give --box"):
         make(data, **args)
     make(data, boxes=tmp_path / "boxes.json", **args)
     predictor = sam.load_predictor("tiny", sam.read_checkpoint(checkpoint)[0], 128, torch.device("cpu"))
-    for split, expected in (("train", boxes["train"]), ("test", [boxes["test"]] * 2)):
+    for split, expected in (("train", boxes["train"]), ("test", boxes["test"])):
         dataset = Dataset(data, "own", split, mask_source="sam")
         for episode, box in enumerate(expected):
             index = np.arange(*dataset.episode_start[episode : episode + 2])
@@ -141,7 +141,7 @@ def test_recorded_videos_need_a_box_and_may_have_one_for_each_episode(tmp_path, 
             assert np.array_equal(dataset.masks(index), masks), (split, episode)
         report = json.loads((data / f"own/{split}.sam.json").read_text())["renders"]["video"]
         assert report.keys() == {"empty_share", "episode_empty"} and (data / f"own/{split}.sam.png").exists()
-    (tmp_path / "boxes.json").write_text(json.dumps(boxes | {"train": [[0, 0, 8, 8]] * 3}))
+    (tmp_path / "boxes.json").write_text(json.dumps(boxes | {"train": [[0, 0, 8, 8]]}))
     with pytest.raises(UserError, match="a box of four numbers for each of the 2 episodes of the train split"):
         make(data, boxes=tmp_path / "boxes.json", name="other", **args)
 
