@@ -48,7 +48,7 @@ def latents(folder: Path, split: str) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(("script", "actions", "masks"), [("masklam", True, True), ("lapo", False, False)])
 def test_a_run_needs_no_simulator(script: str, actions: bool, masks: bool, tmp_path: Path) -> None:
     data_dir = planted.write_recorded(tmp_path, actions=actions, masks=masks)
-    folder = run(script, data_dir, tmp_path / "runs")
+    folder = run(script, data_dir, tmp_path / "runs", probe_at=(2,))
     result = json.loads((folder / "result.json").read_text())
     expected = {"eval/nmse", "eval/nmse_untrained"} if actions else set()
     expected |= {f"eval/open_loop_{name}" for name in ("policy", "mean_action", "previous_action", "ridge") if actions}
@@ -119,6 +119,22 @@ def test_the_regression_finds_what_the_frames_show(tmp_path: Path) -> None:
     act, labelled = (lambda frames: torch.zeros(len(frames), 6)), splits[0].transitions
     errors = recorded.open_loop(act, labelled, *splits, batch_size=16, device=CPU)["errors"]
     assert errors["ridge"] < 0.5 * errors["mean_action"]
+
+
+def test_one_label_is_enough_for_the_errors(splits: tuple[Dataset, Dataset]) -> None:
+    """The regression then knows one action, as the mean does."""
+    errors = recorded.open_loop(
+        lambda frames: torch.zeros(len(frames), 6), splits[0].transitions[:1], *splits, batch_size=16, device=CPU
+    )["errors"]
+    assert errors["ridge"] == pytest.approx(errors["mean_action"], rel=1e-4)
+
+
+def test_masks_that_vanish_when_they_shrink_are_refused(tmp_path: Path) -> None:
+    data_dir = planted.write_recorded(tmp_path, size=16)  # squares of 5 pixels
+    args = masklam.Args(env="own", data_dir=data_dir, mask_dilation=-3)
+    with pytest.raises(UserError, match="with --mask-dilation -3, are all empty"):
+        masklam.open_split(args, "train")
+    masklam.open_split(masklam.Args(env="own", data_dir=data_dir, mask_dilation=-2), "train")
 
 
 def test_transfer_applies_one_latent_after_the_other(splits: tuple[Dataset, Dataset], tmp_path: Path) -> None:
