@@ -425,7 +425,8 @@ def report(job: Job) -> None:
             rows[label] = picture_row(own, index, unpack(ours.masks(index), dataset.image_size))
     base = dataset.folder.parent / f"{dataset.split}.{job.name}"
     store.write_json(Path(f"{base}.json"), summary)
-    title = f"{dataset.env}, {dataset.split}: masks '{job.name}' (magenta) and the set's own (green)"
+    title = f"{dataset.env}, {dataset.split}: masks '{job.name}' (magenta)"
+    title += " and the set's own (green)" if dataset.has_masks else ""
     print(f"  {base}.json, {pictures.rows(Path(f'{base}.png'), rows, title=title)}")
 
 
