@@ -4,9 +4,9 @@
 
 Each target is made once undisturbed. Then, in a fresh copy of its inputs, it is killed (SIGKILL to all its processes)
 at a uniformly random moment, at times twice in quick succession or while it starts again, and rerun until it ends by
-itself: files and weights must be those of the undisturbed run, and no temporary file may be left. In between a byte of a
-finished file is flipped, which must be found, with a message whose repair works; a small disk fills up; the clock jumps
-back; and one of two processes that share a folder is stopped for a while.
+itself: files and weights must be those of the undisturbed run, and no temporary file may be left. In between a byte of
+a finished file is flipped, which must be found, with a message whose repair works; a small disk fills up; the clock
+jumps back; and one of two processes that share a folder is stopped for a while.
 """
 
 from __future__ import annotations
