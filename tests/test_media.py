@@ -94,7 +94,7 @@ def test_names_with_the_same_number_or_not_in_utf8_are_refused(tmp_path, place):
     double = names[-1] if place == "episodes" else names[0]
     assert_refused(read, tmp_path, f"({copy} and {double}|{double} and {copy}) have the same number")
     os.rename(tmp_path / copy, os.fsencode(tmp_path) + b"/caf\xe9" + os.fsencode(Path(copy).suffix))
-    assert_refused(read, tmp_path, r"the name b'caf\\xe9.*' in it is not UTF-8")
+    assert_refused(read, tmp_path, r"caf\\xe9.*': its name is not UTF-8")
 
 
 # --- images and masks ---
