@@ -146,52 +146,45 @@ def check(options: Videos | Lerobot | Authors) -> None:
 def open_source(options: Videos | Lerobot | Authors) -> tuple[Source, Callable[[], Any], dict[str, Path]]:
     """Where the data are, what reads them, and the files by whose names and sizes a later run knows them again."""
     if isinstance(options, Videos):
-        suffixes = {
-            "folder": media.VIDEO_SUFFIXES | media.IMAGE_SUFFIXES,
-            "masks": media.IMAGE_SUFFIXES | {".npy"},
-            "actions": recordings.TABLES,
-        }
-        folders = {name: getattr(options, name) for name in suffixes if getattr(options, name) is not None}
-        if absent := [folder for folder in folders.values() if not folder.is_dir()]:
-            raise UserError(f"{absent[0]}: no such folder")
-        source = Source(options.folder, options.skip_bad)
-        files = {
-            f"{name}/{path.relative_to(folder)}": path
-            for name, folder in folders.items()
-            for path in media.walk(folder, suffixes[name])
-        }
+        pictures = media.VIDEO_SUFFIXES | media.IMAGE_SUFFIXES
+        suffixes = {"folder": pictures, "masks": media.IMAGE_SUFFIXES | {".npy"}, "actions": recordings.TABLES}
+        source, files = Source(options.folder, options.skip_bad), {}
+        for name, read in suffixes.items():
+            if (folder := getattr(options, name)) is not None:
+                if not folder.is_dir():
+                    raise UserError(f"{folder}: no such folder")
+                files |= {f"{name}/{path.relative_to(folder)}": path for path in media.walk(folder, read)}
         return source, partial(recordings.read_videos, source, options.masks, options.actions), files
     if isinstance(options, Lerobot):
         robot = lerobot.open_robot(options.folder, options.camera, options.episodes)
         source, options.camera = Source(robot.root, options.skip_bad), robot.camera
         files = {str(path.relative_to(robot.root)): path for path in robot.files}
         return source, partial(lerobot.read_lerobot, source, robot, options.action), files
-    root, folder, repository = authors.locate(options.task, options.distractor, options.folder)
+    task, distractor = get_task(options.task), options.distractor
+    root, folder, repository = authors.locate(task, distractor, options.folder)
     source = Source(root)
-    read = partial(authors.read_authors, source, options.task, options.distractor, options.max_transitions, repository)
+    read = partial(authors.read_authors, source, task, distractor, folder, repository, options.max_transitions)
     return source, read, {} if repository else {path.name: path for path in media.walk(root / folder, {".parquet"})}
 
 
 def plan_own(options: Videos | Lerobot, source: Source) -> dict[str, Any]:
     """Cuts recordings into episodes at their rate, in splits, with normalised actions. Returns what the plans say."""
     discrete, stride = recordings.as_categories(source, options.reduce), getattr(options, "stride", None)
-    groups = recordings.cut_recordings(source, options.fps, stride, options.reduce, options.clip_seconds)
+    groups = recordings.cut_recordings(
+        source, lambda one: one.at_rate(options.fps, stride, options.reduce).clips(options.clip_seconds)
+    )
     train, test = recordings.split_episodes(groups, options.test, options.seed)
     source.recordings = train + test
     width = {name: recordings.common_width(name, train + test) for name in ("action", "state")}
     scale = recordings.normalise_actions(train, test, source.action_names, discrete) if width["action"] else None
-    return {
+    return dict.fromkeys(("quality", "expert", "expert_sha256", "distractors")) | {
         "env": options.name,
         "seed": options.seed,
         "renders": ["video"],
-        "quality": None,
         "image_size": options.size,
         "state_dim": width["state"],
         "action_dim": width["action"],
         "success": False,
-        "expert": None,
-        "expert_sha256": None,
-        "distractors": None,
         "masks": bool(source.masks),
         "reward": False,
         "fps": options.fps or recordings.common_rate(train + test),
@@ -256,7 +249,7 @@ def make_shard(
     for frame, (file, number) in enumerate(place.tolist()):
         found = pictures.read(file, number)
         for name in shapes:
-            picture = recordings.as_square(found[name], size, getattr(options, "fit", None), pictures.paths[file])
+            picture = media.as_square(found[name], size, getattr(options, "fit", None), pictures.paths[file])
             arrays[name][frame] = np.packbits(picture) if picture.dtype == bool else picture
         progress.update()
         if stop_requested():
@@ -287,10 +280,9 @@ def run_import(options: Any, folder: Path) -> None:
     masks = {file: options.masks / name for file, name in found["masks"].items()}
     pictures = Pictures(source.root, found["files"], found["columns"], masks)
     for name, one in plan.attributes["plans"].items():
-        split = splits[folder / name] = Split(
-            folder / name, one | {"source": one["source"] | {"plan": plan.content_hash}}
-        )
-        split.scan()
+        about = one | {"source": one["source"] | {"plan": plan.content_hash}}
+        splits[folder / name] = Split(folder / name, about)
+        splits[folder / name].scan()
 
     def is_missing(path: Path) -> bool:
         predicted = "sam/mask" in pictures.columns and not shards.derived_path(path, "sam").exists()

@@ -12,7 +12,7 @@ from common import media
 from common.cli import UserError
 from common.lerobot import fetch
 from common.recordings import Recording, Source, read_rows
-from common.tasks import get_task
+from common.tasks import Task
 
 REPOSITORIES = {
     "dcs": "EpicPinkPenguin/visual_distracting_control_suite",
@@ -21,19 +21,13 @@ REPOSITORIES = {
 DIFFICULTY = {"none": 0.0, "low": 0.1, "hard": 0.3}  # of the moving camera and the changing colours
 
 
-def folder_of(task: str, distractor: str) -> str:
-    """The folder of a task's files in the dataset."""
-    if get_task(task).suite == "dmw":
-        return f"{task}-v3"
-    return task.replace("-", "_") + ("" if distractor == "none" else f"_distractor_{distractor}")
-
-
-def locate(task: str, distractor: str, copy: Path | None) -> tuple[Path, str, str | None]:
+def locate(task: Task, distractor: str, copy: Path | None) -> tuple[Path, str, str | None]:
     """The folder of the dataset, the folder of the task's files in it, and the repository, None for a copy of it."""
+    ending = "" if distractor == "none" else f"_distractor_{distractor}"
+    folder = f"{task.name}-v3" if task.suite == "dmw" else task.name.replace("-", "_") + ending
     if copy is not None:
-        return copy, folder_of(task, distractor), None
-    repository = REPOSITORIES[get_task(task).suite]
-    return fetch(repository, ["README.md"]), folder_of(task, distractor), repository
+        return copy, folder, None
+    return fetch(REPOSITORIES[task.suite], ["README.md"]), folder, REPOSITORIES[task.suite]
 
 
 def _files(root: Path, folder: str, split: str, repository: str | None) -> Iterator[Path]:
@@ -71,7 +65,7 @@ def _episodes(parts: Iterator[dict[str, np.ndarray]], most: int | None) -> Itera
 
 
 def read_authors(
-    source: Source, task_name: str, distractor: str, most: int | None, repository: str | None
+    source: Source, task: Task, distractor: str, folder: str, repository: str | None, most: int | None
 ) -> dict[str, Any]:
     """Reads both splits by whole episodes. Returns what the plan says, as make_dataset.py would.
 
@@ -80,8 +74,6 @@ def read_authors(
     On Meta-World reward and flags came with the observation beside them, so that they belong to the row before; on the
     Control Suite they belong to the action of their row.
     """
-    task = get_task(task_name)
-    folder = folder_of(task_name, distractor)
     meta_world = task.suite == "dmw"
     observations = {"clean": "observation"} if meta_world or distractor == "none" else {"distractor": "observation"}
     if meta_world and distractor != "none":

@@ -4,7 +4,6 @@ import contextlib
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ def fetch(repository: str, patterns: list[str]) -> Path:
 
 # Its video ("" where pictures are in the tables), the number of its first frame there, its length; or what is wrong.
 Entry = tuple[str, int, int] | UserError
+Listed = dict[int | str, Entry]  # by the number of the episode, an entry without one by its beginning
 
 
 @dataclass
@@ -39,8 +39,9 @@ class Robot:
     root: Path
     information: dict[str, Any]
     camera: str  # the feature with the frames
-    listed: dict[int | str, Entry]  # by their numbers, an entry without one by its beginning
-    wanted: dict[int | str, Entry]  # those of --episodes
+    in_tables: bool  # and whether these are pictures in tables, not a video
+    listed: Listed
+    wanted: Listed  # those of --episodes
     files: list[Path]  # that belong to these
 
 
@@ -64,11 +65,12 @@ def read_information(root: Path, camera: str | None) -> tuple[dict[str, Any], st
     raise UserError(f"{root}: {problem}; choose with --camera one of: {', '.join(cameras)}")
 
 
-def read_list(root: Path, information: dict[str, Any], camera: str) -> Iterator[tuple[int | str, Entry]]:
-    """The number of each listed episode, and its entry."""
+def read_list(root: Path, information: dict[str, Any], camera: str) -> Listed:
+    """The entries of all episodes."""
     old, in_tables = information["codebase_version"] < "v3", information["features"][camera]["dtype"] == "image"
     folder = root / ("meta/episodes.jsonl" if old else "meta/episodes")
     keys = () if old or in_tables else ("chunk_index", "file_index", "from_timestamp", "to_timestamp")
+    listed: Listed = {}
     for path in [folder] if old else media.walk(folder, {".parquet"}):
         with media.readable(path, "a list of episodes"):
             if old:
@@ -81,7 +83,8 @@ def read_list(root: Path, information: dict[str, Any], camera: str) -> Iterator[
             try:
                 with media.readable(path, f"a list of episodes, at {number}"):
                     row = json.loads(row) if old else row
-                    number, length = int(row["episode_index"]), int(row["length"])
+                    number = int(row["episode_index"])  # first, since it tells whether the rest matters
+                    length = int(row["length"])
                     about = {key: row[f"videos/{camera}/{key}"] for key in keys}
                     about |= {"episode_chunk": number // information.get("chunks_size", 1000), "episode_index": number}
                     times = [about.get(f"{side}_timestamp", 0) for side in ("from", "to")]
@@ -89,10 +92,10 @@ def read_list(root: Path, information: dict[str, Any], camera: str) -> Iterator[
                     if keys and end - first != length:
                         raise UserError(f"{path}: episode {number} has {length} frames, but {end - first} by its times")
                     file = "" if in_tables else information["video_path"].format(video_key=camera, **about)
-                    entry: Entry = (file, first, length)
+                    listed[number] = (file, first, length)
             except UserError as error:
-                entry = error
-            yield number, entry
+                listed[number] = error
+    return listed
 
 
 def open_robot(place: str, camera: str | None, episodes: str | None) -> Robot:
@@ -105,11 +108,11 @@ def open_robot(place: str, camera: str | None, episodes: str | None) -> Robot:
     if not root.is_dir() and re.fullmatch(r"[\w.-]+/[\w.-]+", place):
         root, on_hub = fetch(place, ["meta/*"]), True
     information, camera = read_information(root, camera)
-    listed = dict(read_list(root, information, camera))
+    listed = read_list(root, information, camera)
     wanted = {number: listed[number] for number in listed if isinstance(number, str) or number in chosen}
     if not wanted:
-        numbers = f"{min(listed)} to {max(listed)}" if listed else "none"
-        raise UserError(f"{root}: --episodes {episodes or ':'} is empty; it lists {len(listed)} episodes ({numbers})")
+        which = f", {min(listed)} to {max(listed)}, none of them in --episodes {episodes}" if listed else ""
+        raise UserError(f"{root / 'meta'}: lists {len(listed)} episodes{which}")
     in_tables = information["features"][camera]["dtype"] == "image"
     videos = {entry[0].partition("/")[2] for entry in wanted.values() if isinstance(entry, tuple) and not in_tables}
     # In v3.0 any table may hold any episode.
@@ -126,7 +129,8 @@ def open_robot(place: str, camera: str | None, episodes: str | None) -> Robot:
         return first == "meta" or "/".join(rest) in videos or (in_tables and camera in rest)
 
     suffixes = media.VIDEO_SUFFIXES | media.IMAGE_SUFFIXES | {".json", ".jsonl", ".parquet"}
-    return Robot(root, information, camera, listed, wanted, list(filter(is_wanted, media.walk(root, suffixes))))
+    files = [path for path in media.walk(root, suffixes) if is_wanted(path)]
+    return Robot(root, information, camera, in_tables, listed, wanted, files)
 
 
 def find_video(root: Path, file: str) -> Path:
@@ -137,7 +141,7 @@ def find_video(root: Path, file: str) -> Path:
     raise UserError(f"{root / file}: no such video, but it is listed")
 
 
-def find_clashes(wanted: dict[int | str, Entry]) -> dict[int | str, str]:
+def find_clashes(wanted: Listed) -> dict[int | str, str]:
     """The episodes that claim frames of others, and what they claim."""
     clashes, ends = {}, {}
     claims = sorted((*entry, number) for number, entry in wanted.items() if isinstance(entry, tuple) and entry[0])
@@ -153,13 +157,12 @@ def find_clashes(wanted: dict[int | str, Entry]) -> dict[int | str, str]:
 def read_lerobot(source: Source, robot: Robot, action: str | None) -> None:
     """Episodes of a robot's dataset in the format v2.1 or v3.0."""
     root, fps, features = robot.root, robot.information["fps"], robot.information["features"]
-    in_tables = features[robot.camera]["dtype"] == "image"
     if action is not None and action not in features:
         raise UserError(f"--action {action}: {root} has no such feature; it has {', '.join(features)}")
     keys = {"action": action or "action", "state": "observation.state"}
     keys = {name: key for name, key in keys.items() if key in features}
     source.action_names = _flat(features[keys["action"]].get("names")) if "action" in keys else None
-    source.columns = {"video/observation": robot.camera} if in_tables else {}
+    source.columns = {"video/observation": robot.camera} if robot.in_tables else {}
 
     # Rows are grouped by what they say of themselves: lists of episodes at times name wrong files.
     indices = {"episode": "episode_index", "frame": "frame_index"}
@@ -202,7 +205,7 @@ def read_lerobot(source: Source, robot: Robot, action: str | None) -> None:
                 def row_of(row: int, place: np.ndarray = place) -> str:
                     return f"{pictures.paths[place[row, 0]]}: row {place[row, 1]}"
 
-                if in_tables:
+                if robot.in_tables:
                     shapes = {pictures.read(*each)["video/observation"].shape for each in place.tolist()}
                     if len(shapes) > 1:
                         raise UserError(f"{row_of(0)}: the size of the pictures changes in episode {number}")

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import tempfile
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
 
@@ -71,6 +72,16 @@ def in_order(paths: Iterable[Path], name: Callable[[Path], str]) -> list[Path]:
     return [numbered[key] for key in sorted(numbered)]
 
 
+def kind_of(path: Path) -> str:
+    """The suffix in small letters, a slash for a folder."""
+    return "/" if path.is_dir() else path.suffix.lower()
+
+
+def episode_name(path: Path) -> str:
+    """The name of a recording and of what belongs to it. Some systems write accents apart from their letters."""
+    return unicodedata.normalize("NFC", path.name if path.is_dir() else path.stem)
+
+
 # --- pictures ---
 
 
@@ -125,6 +136,31 @@ def read_mask(path: Path) -> np.ndarray:
 
 def _has_16_bits(image: Image.Image) -> bool:
     return image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG")  # I before Pillow 11
+
+
+def open_masks(path: Path) -> tuple[int, Callable[[int], np.ndarray]]:
+    """How many masks a folder of images or a .npy holds, and a function from a frame's number to its mask (H, W)."""
+    if path.is_dir():
+        images = image_files(path)
+        return len(images), lambda number: read_mask(images[number])
+    with readable(path, "masks"):
+        masks = np.load(path, mmap_mode="r", allow_pickle=False)
+        least, top = masks.min(), masks.max()
+        fraction = masks.dtype.kind == "f" and least >= 0 and top <= 1
+        if not fraction and not (top in (0, 1, 255) and np.isin(masks, (0, top)).all()):
+            raise UserError(f"{path}: from {least} to {top}; masks hold 0 and 1, 0 and 255, or 0.0 to 1.0")
+        return len(masks), lambda number: masks[number] >= (0.5 if top <= 1 else 127.5)
+
+
+def as_square(picture: np.ndarray, size: int, how: str | None, file: Path) -> np.ndarray:
+    """A frame, uint8 (H, W, 3), or a mask, bool (H, W), as a square; how: crop or pad, None if it must be one."""
+    if picture.shape[:2] == (size, size):
+        return picture
+    if how is None:
+        raise UserError(f"{file}: pictures of {picture.shape[1]} x {picture.shape[0]} pixels, expected {size} x {size}")
+    image = Image.fromarray(picture * np.uint8(255) if picture.dtype == bool else picture)
+    image = (ImageOps.fit if how == "crop" else ImageOps.pad)(image, (size, size), Image.Resampling.BICUBIC)
+    return np.asarray(image) > 127 if picture.dtype == bool else np.asarray(image)
 
 
 # --- clips ---

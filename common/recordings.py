@@ -8,7 +8,6 @@ import contextlib
 import csv
 import io
 import os
-import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -21,7 +20,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet as pq
-from PIL import Image, ImageOps
 
 from common import media
 from common.cli import Progress, Stopped, UserError, stop_requested
@@ -150,7 +148,7 @@ class Pictures:
                 return self._row(path, number)
         if path != self.path or number < self.number:
             self.frames, self.path, self.number = media.frames(path), path, -1
-            self.mask = open_masks(self.masks[path])[1] if path in self.masks else None
+            self.mask = media.open_masks(self.masks[path])[1] if path in self.masks else None
         while self.number < number:
             self.frame = next(self.frames, None)
             if self.frame is None:
@@ -161,30 +159,14 @@ class Pictures:
     def _row(self, path: Path, row: int) -> dict[str, np.ndarray]:
         if path != self.path:
             self.table, self.path, self.number = pq.ParquetFile(path), path, -1
-            metadata = self.table.metadata
-            self.starts = np.cumsum(
-                [0] + [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-            )
+            about = self.table.metadata
+            self.starts = np.cumsum([0] + [about.row_group(group).num_rows for group in range(about.num_row_groups)])
         group = int(np.searchsorted(self.starts, row, "right")) - 1
         if group != self.number:
             self.group = self.table.read_row_group(group, columns=sorted(set(self.columns.values())))
             self.number = group
         values = {name: self.group[key][row - self.starts[group]].as_py() for name, key in self.columns.items()}
         return {name: _picture(value, name, path) for name, value in values.items()}
-
-
-def open_masks(path: Path) -> tuple[int, Callable[[int], np.ndarray]]:
-    """How many masks a folder of images or a .npy holds, and a function from a frame's number to its mask (H, W)."""
-    if path.is_dir():
-        images = media.image_files(path)
-        return len(images), lambda number: media.read_mask(images[number])
-    with media.readable(path, "masks"):
-        masks = np.load(path, mmap_mode="r", allow_pickle=False)
-        least, top = masks.min(), masks.max()
-        fraction = masks.dtype.kind == "f" and least >= 0 and top <= 1
-        if not fraction and not (top in (0, 1, 255) and np.isin(masks, (0, top)).all()):
-            raise UserError(f"{path}: from {least} to {top}; masks hold 0 and 1, 0 and 255, or 0.0 to 1.0")
-        return len(masks), lambda number: masks[number] >= (0.5 if top <= 1 else 127.5)
 
 
 def _picture(value: Any, name: str, path: Path) -> np.ndarray:
@@ -203,18 +185,7 @@ def _picture(value: Any, name: str, path: Path) -> np.ndarray:
     return image
 
 
-def as_square(picture: np.ndarray, size: int, how: str | None, file: Path) -> np.ndarray:
-    """A frame, uint8 (H, W, 3), or a mask, bool (H, W), as a square; how: crop or pad, None if it must be one."""
-    if picture.shape[:2] == (size, size):
-        return picture
-    if how is None:
-        raise UserError(f"{file}: pictures of {picture.shape[1]} x {picture.shape[0]} pixels, expected {size} x {size}")
-    image = Image.fromarray(picture * np.uint8(255) if picture.dtype == bool else picture)
-    image = (ImageOps.fit if how == "crop" else ImageOps.pad)(image, (size, size), Image.Resampling.BICUBIC)
-    return np.asarray(image) > 127 if picture.dtype == bool else np.asarray(image)
-
-
-# --------------------------------------------------------------------------------------------------------------- tables
+# ---------------------------------------------------------------------------------------------------- files and tables
 
 
 def matrix(column: pa.ChunkedArray, path: Path) -> np.ndarray:
@@ -233,38 +204,32 @@ def matrix(column: pa.ChunkedArray, path: Path) -> np.ndarray:
 def read_table(path: Path, frames: int) -> tuple[list[np.ndarray], list[str] | None]:
     """The columns (T, n) of an episode's table, and their names if it has some. frames: of the episode."""
     with media.readable(path, "a table"):
-        if path.suffix.lower() == ".npy":
+        if media.kind_of(path) == ".npy":
             values = np.load(path, allow_pickle=False)
             if values.dtype.kind not in "iufb" or not values.size:
-                raise UserError(
-                    f"{path}: {values.dtype} of shape {values.shape}; expected numbers, a row for each frame"
-                )
+                raise UserError(f"{path}: {values.dtype} of shape {values.shape} where numbers are expected")
             return [values.reshape(len(values), -1)], None
-        if path.suffix.lower() == ".csv":
+        named = True
+        if media.kind_of(path) == ".csv":
             text = path.read_text(encoding="utf-8-sig")
-            options = pyarrow.csv.ReadOptions(autogenerate_column_names=not _has_header(path, text, frames))
-            table, named = (
-                pyarrow.csv.read_csv(io.BytesIO(text.encode()), options),
-                not options.autogenerate_column_names,
-            )
+            named = _has_header(path, text, frames)
+            options = pyarrow.csv.ReadOptions(autogenerate_column_names=not named)
+            table = pyarrow.csv.read_csv(io.BytesIO(text.encode()), options)
         else:
-            table, named = pq.read_table(path), True
+            table = pq.read_table(path)
         return [matrix(table[name], path) for name in table.column_names], table.column_names if named else None
 
 
 def _has_header(path: Path, text: str, frames: int) -> bool:
     """Whether a CSV's first row has names: none of its words is a number, empty, a date, true or false."""
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [f"{line}\n" for line in text.splitlines() if line.strip()]
     words = [word.strip() for word in next(csv.reader(lines[:1]), [])]
     if words == list(map(str, range(len(words)))):  # what pandas writes above columns without names
-        if len(lines) == frames:  # as many rows as frames without a header, one fewer with it: both may be
-            raise UserError(
-                f"{path}: is its first line, {lines[0]}, a header? Give the columns other names, or 0.0 for 0"
-            )
+        if len(lines) == frames:  # with a header there is a row less than frames, which may be too
+            raise UserError(f"{path}: is {lines[0].strip()} above it a header? Name the columns, or write 0.0 for 0")
         return len(lines) > frames
     options = pyarrow.csv.ReadOptions(autogenerate_column_names=True)
-    types = pyarrow.csv.read_csv(io.BytesIO("\n".join(lines[:1]).encode()), options).schema.types
-    return all(map(pa.types.is_string, types))
+    return all(map(pa.types.is_string, pyarrow.csv.read_csv(io.BytesIO(lines[0].encode()), options).schema.types))
 
 
 def read_rows(source: Source, paths: Iterable[Path], keys: dict[str, str]) -> Iterator[dict[str, np.ndarray]]:
@@ -286,33 +251,23 @@ def read_rows(source: Source, paths: Iterable[Path], keys: dict[str, str]) -> It
 # --------------------------------------------------------------------------------------------------------------- videos
 
 
-def kind_of(path: Path) -> str:
-    """The suffix in small letters, a slash for a folder."""
-    return "/" if path.is_dir() else path.suffix.lower()
-
-
-def episode_name(path: Path) -> str:
-    """The name of a recording and of what belongs to it. Some systems write accents apart from their letters."""
-    return unicodedata.normalize("NFC", path.name if path.is_dir() else path.stem)
-
-
 def beside(folder: Path | None, kinds: tuple[str, ...], paths: list[Path]) -> Callable[[Path], Path | None]:
     """A function from a recording to what has its name in a folder, or in its folders train and test."""
     if folder is None:
         return lambda path: None
     mirrored = all(path.parent.name in SPLITS and (folder / path.parent.name).is_dir() for path in paths)
-    names = [episode_name(path) for path in paths]
+    names = [media.episode_name(path) for path in paths]
     if not mirrored and len(set(names)) < len(names):
         double = max(names, key=names.count)
         raise UserError(f"{folder}: train and test both have {double}, so folders train and test are needed here too")
     held: dict[Path, list[Path]] = defaultdict(list)
     for place in [folder / split for split in SPLITS] if mirrored else [folder]:
         for path in media.listing(place):
-            if kind_of(path) in kinds and (path.is_file() or media.image_files(path)):
-                held[place / episode_name(path)].append(path)
+            if media.kind_of(path) in kinds and (path.is_file() or media.image_files(path)):
+                held[place / media.episode_name(path)].append(path)
 
     def find(path: Path) -> Path:
-        name = episode_name(path)
+        name = media.episode_name(path)
         found = held[(folder / path.parent.name if mirrored else folder) / name]
         if len(found) != 1:
             *first, last = (f"{name}{kind}" for kind in kinds)
@@ -325,7 +280,7 @@ def beside(folder: Path | None, kinds: tuple[str, ...], paths: list[Path]) -> Ca
 def decode_all(path: Path, masks: Path | None = None) -> list[float | None]:
     """Decodes a recording and its masks. Returns the times of its frames in seconds, None in folders of images."""
     seconds: list[float | None] = []
-    count, mask = (0, None) if masks is None else open_masks(masks)
+    count, mask = (0, None) if masks is None else media.open_masks(masks)
     for time, frame in media.timed_frames(path):
         if len(seconds) < count and (shape := mask(len(seconds)).shape) != frame.shape[:2]:
             raise UserError(f"{masks}: mask {len(seconds)} has the shape {shape}, its frame {frame.shape[:2]}")
@@ -356,13 +311,13 @@ def read_videos(source: Source, masks: Path | None, actions: Path | None) -> Non
     splits = [source.root / split for split in SPLITS]
     split_by_folder = all(folder.is_dir() for folder in splits)
     listed = [path for folder in (splits if split_by_folder else [source.root]) for path in media.listing(folder)]
-    paths = [path for path in listed if kind_of(path) in media.VIDEO_SUFFIXES | {"/"}]
+    paths = [path for path in listed if media.kind_of(path) in media.VIDEO_SUFFIXES | {"/"}]
     if others := sorted({path.name for path in listed} - {path.name for path in paths}):
         print(f"not taken: {', '.join(others[:9])}{' ...' if others[9:] else ''}; videos end in", end=" ")
         print(", ".join(sorted(media.VIDEO_SUFFIXES)))
     if not paths:
         raise UserError(f"{source.root}: holds no video files and no folders of images, one for each episode")
-    names = [(path.parent, episode_name(path)) for path in paths]
+    names = [(path.parent, media.episode_name(path)) for path in paths]
     if len(set(names)) < len(names):
         raise UserError(f"{source.root}: two episodes are called {max(names, key=names.count)[1]}; rename one")
     find_masks, find_actions = beside(masks, MASKS, paths), beside(actions, TABLES, paths)
@@ -401,14 +356,12 @@ def read_videos(source: Source, masks: Path | None, actions: Path | None) -> Non
 # --------------------------------------------------------------------------------------------------- splits and actions
 
 
-def cut_recordings(
-    source: Source, fps: float | None, stride: int | None, reduce: str, clip_seconds: float | None
-) -> list[list[Recording]]:
-    """The episodes of each recording, of at least two frames; notes how many had fewer."""
+def cut_recordings(source: Source, cut: Callable[[Recording], list[Recording]]) -> list[list[Recording]]:
+    """What `cut` makes of each recording, where it has at least two frames; notes how many have fewer."""
     groups, short = [], 0
     for recording in source.recordings:
         with source.checked():
-            clips = recording.at_rate(fps, stride, reduce).clips(clip_seconds)
+            clips = cut(recording)
             groups.append([clip for clip in clips if len(clip.place) > 1])
             short += len(clips) - len(groups[-1])
     if short:
@@ -421,27 +374,23 @@ def split_episodes(groups: list[list[Recording]], share: float, seed: int) -> tu
 
     At least one episode is in each split; recordings take turns in an order that the seed decides.
     """
-    if any(one.split for group in groups for one in group):  # the data say it themselves
-        named = [[one for group in groups for one in group if one.split == split] for split in SPLITS]
-        if not all(named):
-            raise UserError("of the folders train and test, one has no episode of two frames and more that is good")
-        return named[0], named[1]
-    total = sum(map(len, groups))
-    if total < 2:
-        raise UserError(f"{total} episodes of two frames and more; two are needed, one for testing: see --clip-seconds")
-    wanted, before = min(max(1, round(share * total)), total - 1), 0
-    train: dict[int, list[Recording]] = {}
-    test: dict[int, list[Recording]] = {}
-    for number in np.random.default_rng(seed).permutation(len(groups)).tolist():
-        group = groups[number]
-        count = wanted * (before + len(group)) // total - wanted * before // total
-        train[number], test[number] = group[: len(group) - count], group[len(group) - count :]
-        before += len(group)
-    parts = [[one for number in sorted(part) for one in part[number]] for part in (train, test)]
-    for split, part in zip(SPLITS, parts):
-        for one in part:
-            one.split = split
-    return parts[0], parts[1]
+    everything = [one for group in groups for one in group]
+    if not any(one.split for one in everything):  # else the data say it themselves
+        total, before = len(everything), 0
+        wanted = min(max(1, round(share * total)), total - 1)
+        for number in np.random.default_rng(seed).permutation(len(groups)).tolist():
+            group = groups[number]
+            count = wanted * (before + len(group)) // max(1, total) - wanted * before // max(1, total)
+            for place, one in enumerate(group):
+                one.split = "train" if place < len(group) - count else "test"
+            before += len(group)
+    train, test = ([one for one in everything if one.split == split] for split in SPLITS)
+    if not train or not test:
+        raise UserError(
+            f"{len(train)} episodes of two frames and more for training, {len(test)} for testing; "
+            "one is needed for each: see --clip-seconds, or mend what was left out"
+        )
+    return train, test
 
 
 def as_categories(source: Source, reduce: str) -> bool:
@@ -449,21 +398,23 @@ def as_categories(source: Source, reduce: str) -> bool:
 
     Where a table has no last value, or one file has floats, its integers come as floats.
     """
-    recordings = [recording for recording in source.recordings if "action" in recording.tables]
-    parts = [np.split(one.tables["action"], [len(one.place) - 1]) for one in recordings]
-    steps = [part for part, _ in parts if part.shape[1] == 1 and (part == np.round(part)).all()]
-    integers = [part.dtype.kind != "f" or not np.isfinite(last).all() for part, last in parts]
-    if not recordings or len(steps) < len(parts) or not any(integers):
-        if recordings:
-            print("actions: numbers, each dimension normalised")
+    recordings, parts = [], []
+    for recording in source.recordings:
+        steps, last = np.split(recording.tables.get("action", np.empty((0, 0))), [len(recording.place) - 1])
+        if len(steps) and np.isfinite(steps).all():  # else it is an error later on
+            recordings.append(recording)
+            parts.append((steps, steps.dtype.kind != "f" or not np.isfinite(last).all()))
+    whole = all(steps.shape[1] == 1 and (steps == np.round(steps)).all() for steps, _ in parts)
+    if not whole or not any(integers for _, integers in parts):
+        if parts:
+            print("actions: numbers, normalised in each dimension")
         return False
-    categories = np.unique(np.concatenate(steps))
-    if len(categories) > MOST_CATEGORIES:
+    categories = np.unique(np.concatenate([steps for steps, _ in parts]))
+    if len(categories) > MOST_CATEGORIES or reduce != "last":
         raise UserError(
-            f"the actions are {len(categories)} different integers; store them as floats, all rows, if they are numbers"
+            f"the actions are {len(categories)} different integers, taken as categories, at most {MOST_CATEGORIES} and "
+            "with --reduce last; if they are numbers, store them as floats, the last one too"
         )
-    if reduce != "last":
-        raise UserError(f"--reduce {reduce}: the actions are categories, for which only last has a meaning")
     for recording in recordings:
         recording.tables["action"] = (recording.tables["action"] == categories).astype(np.float64)
     source.action_names = [str(int(value) if value.dtype.kind == "f" else value) for value in categories]
@@ -481,15 +432,13 @@ def common_width(name: str, episodes: list[Recording]) -> int:
 
 def common_rate(episodes: list[Recording]) -> float | None:
     """The frames per second, None if they are not known or vary."""
-    if any(episode.seconds is None for episode in episodes):
+    steps = [np.diff(episode.seconds) for episode in episodes if episode.seconds is not None]
+    means = [float(each.mean()) for each in steps]
+    # What rounding the times does is less.
+    varying = any(abs(mean - np.median(each)) > 0.05 * mean or not mean > 0 for mean, each in zip(means, steps))
+    if len(steps) < len(episodes) or varying or max(means) >= 1.01 * min(means):
         return None
-    rates = []
-    for episode in episodes:
-        steps = np.diff(episode.seconds)
-        if abs(steps.mean() - np.median(steps)) > 0.05 * steps.mean() or not steps.mean() > 0:
-            return None  # more than what rounding the times does
-        rates.append(1 / float(steps.mean()))
-    return round(rates[0], 3) if max(rates) < 1.01 * min(rates) else None
+    return round(1 / means[0], 3)
 
 
 def normalise_actions(
@@ -501,10 +450,8 @@ def normalise_actions(
     """
     action = np.concatenate([episode.tables["action"][:-1] for episode in train])
     named = names if len(names or []) == action.shape[1] else None
-    low, high = (
-        np.full(action.shape[1], -1.0),
-        np.full(action.shape[1], 1.0),
-    )  # which leaves one-hot vectors as they are
+    high = np.ones(action.shape[1])
+    low = -high  # which leaves one-hot vectors as they are
     if not discrete:
         low, high = np.percentile(action, PERCENTILES, axis=0)
         least, most = action.min(axis=0), action.max(axis=0)

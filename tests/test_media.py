@@ -257,6 +257,15 @@ def test_frames_at_a_variable_rate_and_turned_frames_are_read_as_stored(videos):
     assert np.array_equal(turned, np.rot90(upright))
 
 
+def test_frames_of_equal_times_are_all_read(videos, tmp_path):
+    """As Matroska stores them that were less than a millisecond apart."""
+    raw = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", "64x48", "-r", "3000", "-i", videos / "pixels"]
+    ffmpeg(*raw, "-fps_mode", "passthrough", "-c:v", "libx264rgb", "-qp", "0", "-bf", "0", tmp_path / "fast.mkv")
+    times, frames = zip(*media.timed_frames(tmp_path / "fast.mkv"))
+    assert np.stack(frames).tobytes() == (videos / "pixels").read_bytes()
+    assert (np.diff(times) >= 0).all() and (np.diff(times) == 0).any()
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
 def test_a_video_that_is_cut_off_is_one_line(videos, tmp_path, name, share):
