@@ -10,24 +10,24 @@ the work. docs/videos.md has the rest.
 """
 
 import hashlib
+import json
 import re
 import shlex
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import tyro
 
-from common import authors, lerobot, recordings, shards, store
+from common import authors, lerobot, media, recordings, shards, store
 from common.cli import Count, Positive, Progress, Range, Seed, Stopped, UserError, checked, cli, stop_requested
-from common.recordings import Recording, Source
+from common.recordings import SPLITS, Pictures, Source
 from common.runs import versions
 from common.shards import Split, frame_schema, shard_episodes
 from common.tasks import TASKS, get_task
-
-SPLITS = ("train", "test")
 
 
 @dataclass(kw_only=True)
@@ -42,7 +42,7 @@ class Common:
 class Own(Common):
     name: str
     """name of the dataset: data/<name>, and --env <name> in the other scripts"""
-    size: Count = 64
+    size: Annotated[int, Range(8, 4096)] = 64
     """height and width of the frames in pixels, a multiple of 8"""
     fit: Literal["crop", "pad"] = "crop"
     """how a frame becomes square: crop takes the middle, pad adds black"""
@@ -57,7 +57,7 @@ class Own(Common):
     seed: Seed = 0
     """which episodes are for testing"""
     skip_bad: bool = False
-    """leave out episodes with something wrong, and list them; all videos are then decoded before the first shard"""
+    """leave out episodes with something wrong, and list them"""
 
 
 @dataclass(kw_only=True)
@@ -107,120 +107,108 @@ class Import:
     source: tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[Videos | Lerobot | Authors]]
 
 
-RUNTIME_FIELDS = {"data_dir", "verify"}  # they do not change what a shard holds
-PLACES = {"folder", "masks", "actions"}  # folders of this machine, which no shard and no message tells
-
-
 def default_args(argv: list[str]) -> Import:
     """A command line without a subcommand is an error."""
     return Import(tyro.MISSING)
 
 
-def describe_command(options: Any) -> str:
-    """The command that makes the same shards, for the messages of readers."""
+def describe(options: Any) -> tuple[dict[str, Any], str]:
+    """The settings that decide what shards hold, and the command that makes them, without folders of this machine."""
     kind = type(options).__name__.lower()
+    settings: dict[str, Any] = {"kind": kind}
     words = ["python import_data.py", kind, options.task if kind == "authors" else "DIR"]
     for entry in fields(options):
         name, value = entry.name, getattr(options, entry.name)
-        if name not in RUNTIME_FIELDS | {"task", "folder"} and value != entry.default:
-            words.append(f"--{name.replace('_', '-')}")
-            words += [] if value is True else [name.upper() if name in PLACES else shlex.quote(str(value))]
-    return " ".join(words)
-
-
-# --------------------------------------------------------------------------------------------------------------- source
+        is_folder = name in ("folder", "masks", "actions")
+        if name not in ("data_dir", "verify"):
+            settings[name] = value is not None if is_folder else value
+        if name in settings and name not in ("task", "folder") and value != entry.default:
+            shown = [] if value is True else [name.upper() if is_folder else shlex.quote(str(value))]
+            words += [f"--{name.replace('_', '-')}", *shown]
+    return settings, " ".join(words)
 
 
 def check(options: Videos | Lerobot | Authors) -> None:
     """Raises UserError for options that are not possible."""
     if isinstance(options, Authors):
         return
-    if not re.fullmatch(r"[A-Za-z0-9_-]+", options.name) or options.name in (*TASKS, "all"):
-        raise UserError(f"--name {options.name!r}: take letters, digits, - and _, and neither a task's name nor all")
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", options.name) or options.name in (*TASKS, "all", "DAVIS"):
+        raise UserError(f"--name {options.name!r}: take letters, digits, - and _, but no task's name, all or DAVIS")
     if options.size % 8:
         raise UserError(f"--size is {options.size}, must be a multiple of 8: the networks halve frames three times")
     if isinstance(options, Lerobot) and options.fps and options.stride:
         raise UserError("--fps and --stride both say which frames are kept; give one of them")
 
 
-def open_source(options: Videos | Lerobot | Authors) -> tuple[Source, Iterable[Path]]:
-    """Where the data are, and the files whose names and sizes tell whether a later run finds the same data."""
-    if isinstance(options, Videos):
-        folders = [folder for folder in (options.folder, options.masks, options.actions) if folder is not None]
-        if absent := [folder for folder in folders if not folder.is_dir()]:
-            raise UserError(f"{absent[0]}: no such folder")
-        return Source(options.folder, options.skip_bad), [path for folder in folders for path in folder.rglob("*")]
-    if isinstance(options, Lerobot):
-        root, options.camera = lerobot.locate(options.folder, options.camera)
-        return Source(root, options.skip_bad), root.glob("meta/**/*")
-    root, folder, repository = authors.locate(options.task, options.distractor, options.folder)
-    return Source(root), [] if repository else root.glob(f"{folder}/*.parquet")
-
-
-def describe_settings(options: Any, files: Iterable[Path]) -> dict[str, Any]:
-    """Everything that decides what the shards hold, without folders of this machine."""
-    listing = sorted(f"{path.name} {path.stat().st_size}" for path in files if path.is_file())
-    digest = hashlib.sha256("\n".join(listing).encode()).hexdigest()
-    settings = {"kind": type(options).__name__.lower(), "files": digest}
-    for name in vars(options).keys() - RUNTIME_FIELDS:
-        settings[name] = getattr(options, name) is not None if name in PLACES else getattr(options, name)
-    return settings
-
-
 # ----------------------------------------------------------------------------------------------------------------- plan
 
 
-def read_own(options: Videos | Lerobot, source: Source) -> tuple[dict[str, Any], list[list[Recording]]]:
-    """Reads videos or a robot's dataset. Returns what the plans of both splits say, and the episodes of each."""
+def open_source(options: Videos | Lerobot | Authors) -> tuple[Source, Callable[[], Any], dict[str, Path]]:
+    """Where the data are, what reads them, and the files by whose names and sizes a later run knows them again."""
     if isinstance(options, Videos):
-        recordings.read_videos(source, options.masks, options.actions)
-    else:
-        lerobot.read_lerobot(source, options.camera, options.action, lerobot.episode_range(options.episodes))
-    discrete, stride = recordings.one_hot(source), getattr(options, "stride", None)
-    groups = recordings.cut_recordings(source, options.fps, stride, options.reduce, options.clip_seconds)
+        pictures = media.VIDEO_SUFFIXES | media.IMAGE_SUFFIXES
+        suffixes = {"folder": pictures, "masks": media.IMAGE_SUFFIXES | {".npy"}, "actions": recordings.TABLES}
+        source, files = Source(options.folder, options.skip_bad), {}
+        for name, read in suffixes.items():
+            if (folder := getattr(options, name)) is not None:
+                if not folder.is_dir():
+                    raise UserError(f"{folder}: no such folder")
+                files |= {f"{name}/{path.relative_to(folder)}": path for path in media.walk(folder, read)}
+        return source, partial(recordings.read_videos, source, options.masks, options.actions), files
+    if isinstance(options, Lerobot):
+        robot = lerobot.open_robot(options.folder, options.camera, options.episodes)
+        source, options.camera = Source(robot.root, options.skip_bad), robot.camera
+        files = {str(path.relative_to(robot.root)): path for path in robot.files}
+        return source, partial(lerobot.read_lerobot, source, robot, options.action), files
+    task, distractor = get_task(options.task), options.distractor
+    root, folder, repository = authors.locate(task, distractor, options.folder)
+    source = Source(root)
+    read = partial(authors.read_authors, source, task, distractor, folder, repository, options.max_transitions)
+    return source, read, {} if repository else {path.name: path for path in media.walk(root / folder, {".parquet"})}
+
+
+def plan_own(options: Videos | Lerobot, source: Source) -> dict[str, Any]:
+    """Cuts recordings into episodes at their rate, in splits, with normalised actions. Returns what the plans say."""
+    discrete, stride = recordings.as_categories(source, options.reduce), getattr(options, "stride", None)
+    groups = recordings.cut_recordings(
+        source, lambda one: one.at_rate(options.fps, stride, options.reduce).clips(options.clip_seconds)
+    )
     train, test = recordings.split_episodes(groups, options.test, options.seed)
+    source.recordings = train + test
     width = {name: recordings.common_width(name, train + test) for name in ("action", "state")}
     scale = recordings.normalise_actions(train, test, source.action_names, discrete) if width["action"] else None
-    plan = {
+    return dict.fromkeys(("quality", "expert", "expert_sha256", "distractors")) | {
         "env": options.name,
         "seed": options.seed,
         "renders": ["video"],
-        "quality": None,
         "image_size": options.size,
         "state_dim": width["state"],
         "action_dim": width["action"],
         "success": False,
-        "expert": None,
-        "expert_sha256": None,
-        "distractors": None,
         "masks": bool(source.masks),
         "reward": False,
         "fps": options.fps or recordings.common_rate(train + test),
         "action_scale": scale,
     }
-    return plan, [train, test]
 
 
-def make_plan(path: Path, options: Any, source: Source, settings: dict[str, Any]) -> None:
-    """Reads all but the pictures, and writes the plans of both splits, where each frame is, and the numbers."""
-    if isinstance(options, Authors):
-        plan = authors.read_authors(source, options.task, options.distractor, options.max_transitions, options.folder)
-        splits = [[episode for episode in source.recordings if episode.split == split] for split in SPLITS]
-    else:
-        plan, splits = read_own(options, source)
-    everything = splits[0] + splits[1]
-    plans = {
-        name: plan | shards.divide(plan, [len(episode.place) for episode in part]) | {"split": name, "source": settings}
-        for name, part in zip(SPLITS, splits)
-    }
-    arrays = recordings.plan_arrays(everything, frame_schema(plan))
+def make_plan(path: Path, options: Any, source: Source, read: Callable[[], Any], settings: dict[str, Any]) -> None:
+    """Reads everything once, and writes the plans of both splits, where each frame is, and the numbers."""
+    plan = read() or plan_own(options, source)
+    digest = hashlib.sha256(json.dumps(settings["files"], sort_keys=True).encode()).hexdigest()
+    plans = {}
+    for split in SPLITS:
+        lengths = [len(episode.place) for episode in source.recordings if episode.split == split]
+        about = {"split": split, "source": settings | {"files": digest}}
+        plans[split] = plan | shards.divide(plan, lengths) | about
     episodes = {
-        "source": [episode.name for episode in everything],
-        "start_seconds": [0.0 if episode.seconds is None else float(episode.seconds[0]) for episode in everything],
+        "source": [episode.name for episode in source.recordings],
+        "start_seconds": [0.0 if each.seconds is None else float(each.seconds[0]) for each in source.recordings],
     }
-    found = {name: getattr(source, name) for name in ("files", "frames", "columns", "masks", "skipped")}
+    found = {name: getattr(source, name) for name in ("columns", "masks", "skipped")} | {"files": list(source.files)}
     attributes = {"settings": settings, "plans": plans, "episodes": episodes, "source": found}
-    store.write(path, arrays, attributes, {"command": describe_command(options), "versions": versions()})
+    arrays = recordings.plan_arrays(source.recordings, frame_schema(plan))
+    store.write(path, arrays, attributes, {"command": describe(options)[1], "versions": versions()})
 
 
 def read_plan(path: Path, settings: dict[str, Any]) -> store.StoredFile | None:
@@ -234,7 +222,7 @@ def read_plan(path: Path, settings: dict[str, Any]) -> store.StoredFile | None:
         return None
     if lines := store.differences(plan.attributes["settings"], settings):
         raise UserError(
-            f"{path}: made with other settings or from other files ({'; '.join(lines)}). Use the same arguments to "
+            f"{path}: made with other settings or from other files ({'; '.join(lines[:5])}). Use the same arguments to "
             f"resume, another --data-dir for a new set, or remove {path.parent} to import again"
         )
     return plan
@@ -243,86 +231,69 @@ def read_plan(path: Path, settings: dict[str, Any]) -> store.StoredFile | None:
 # --------------------------------------------------------------------------------------------------------------- shards
 
 
-class Maker:
-    """Makes shards from what plan.h5 says. Its arrays hold the train episodes first, then the test episodes."""
-
-    def __init__(self, options: Any, source: Source, folder: Path, plan: store.StoredFile):
-        self.options, self.source, self.folder = options, source, folder
-        self.arrays, self.episodes = plan.arrays, plan.attributes["episodes"]
-        self.splits = {}
-        for name, one in plan.attributes["plans"].items():
-            split = Split(folder / name, one | {"source": one["source"] | {"plan": plan.content_hash}})
-            split.scan()
-            self.splits[split.folder] = split
-        self.last_used = np.full(len(source.files), -1)  # frame of each file
-        np.maximum.at(self.last_used, *self.arrays["place"].T)
-
-    def is_missing(self, path: Path) -> bool:
-        predicted = "sam/mask" in self.source.columns and not shards.derived_path(path, "sam").exists()
-        return predicted or self.splits[path.parent].is_missing(path)
-
-    def decode(self, place: np.ndarray, plan: dict[str, Any]) -> dict[str, np.ndarray]:
-        """The pictures at `place` (T, 2), and their masks: arrays of a shard, and sam/mask if there is one."""
-        shapes = {name: shape for name, (_, shape) in frame_schema(plan).items() if "/" in name}
-        shapes |= dict.fromkeys(self.source.columns.keys() - shapes.keys(), (plan["image_size"] ** 2 // 8,))
-        stacks = {name: np.empty((len(place), *shape), np.uint8) for name, shape in shapes.items()}
-        masks_folder, fit = (getattr(self.options, name, None) for name in ("masks", "fit"))
-        for frame, pictures in enumerate(self.source.pictures(place, self.last_used, masks_folder)):
-            file = self.source.files[place[frame, 0]]
-            for name in stacks:
-                picture = recordings.as_square(pictures[name], plan["image_size"], fit, file)
-                stacks[name][frame] = np.packbits(picture) if picture.dtype == bool else picture
-            self.progress.update()
-            if stop_requested():
-                raise Stopped(f"the complete shards in {self.folder} stay")
-        return stacks
-
-    def make(self, path: Path) -> None:
-        """Writes a shard and, beside it, the masks that the authors predicted."""
-        split = self.splits[path.parent]
-        numbers, starts = shard_episodes(split.plan, int(path.stem)), self.arrays["episode_start"]
-        before = 0 if split.plan["split"] == "train" else len(starts) - 1 - split.plan["num_episodes"]
-        episodes = slice(before + numbers.start, before + numbers.stop)
-        frames = slice(starts[episodes.start], starts[episodes.stop])
-        arrays = {name: array[frames] for name, array in self.arrays.items() if name in frame_schema(split.plan)}
-        arrays["episode_start"] = starts[episodes.start : episodes.stop + 1] - frames.start
-        try:
-            arrays |= self.decode(self.arrays["place"][frames], split.plan)
-        except UserError as error:
-            if isinstance(self.options, Authors):
-                raise
-            raise UserError(f"{error}; or leave it out: remove {self.folder} and use --skip-bad") from error
-        predicted = arrays.pop("sam/mask", None)
-        columns = {name: values[episodes] for name, values in self.episodes.items()}
-        about = {"command": describe_command(self.options), "versions": versions()}
-        shards.write_shard(path, split.plan, arrays, columns, about)
-        if predicted is not None:
-            masks = {f"{render}/mask": predicted for render in split.plan["renders"]}
-            shards.write_derived(shards.read_shard(path), "sam", masks, {"method": "authors"}, about["command"])
-
-    def make_all(self) -> None:
-        """Makes every shard that is missing, together with other processes that do the same."""
-        done = sum(split.frames_there() for split in self.splits.values())
-        with Progress(self.folder.name, len(self.arrays["place"]), "frames", done) as self.progress:
-            paths = [path for split in self.splits.values() for path in split.candidates()]
-            store.fill(lambda: paths, self.is_missing, self.make)
+def make_shard(
+    path: Path, plan: store.StoredFile, split: Split, pictures: Pictures, options: Any, progress: Progress
+) -> None:
+    """Writes a shard and, beside it, the masks that the authors predicted."""
+    # The plan's arrays hold the train episodes first, then the test episodes.
+    numbers, starts = shard_episodes(split.plan, int(path.stem)), plan.arrays["episode_start"]
+    before = 0 if split.plan["split"] == "train" else len(starts) - 1 - split.plan["num_episodes"]
+    episodes = slice(before + numbers.start, before + numbers.stop)
+    frames = slice(starts[episodes.start], starts[episodes.stop])
+    size, schema, place = split.plan["image_size"], frame_schema(split.plan), plan.arrays["place"][frames]
+    arrays = {name: array[frames] for name, array in plan.arrays.items() if name in schema}
+    arrays["episode_start"] = starts[episodes.start : episodes.stop + 1] - frames.start
+    shapes = {name: shape for name, (_, shape) in schema.items() if "/" in name}
+    shapes |= dict.fromkeys(pictures.columns.keys() - shapes.keys(), (size**2 // 8,))  # sam/mask
+    arrays |= {name: np.empty((len(place), *shape), np.uint8) for name, shape in shapes.items()}
+    for frame, (file, number) in enumerate(place.tolist()):
+        found = pictures.read(file, number)
+        for name in shapes:
+            picture = media.as_square(found[name], size, getattr(options, "fit", None), pictures.paths[file])
+            arrays[name][frame] = np.packbits(picture) if picture.dtype == bool else picture
+        progress.update()
+        if stop_requested():
+            raise Stopped(f"the complete shards in {path.parents[1]} stay")
+    predicted = arrays.pop("sam/mask", None)
+    columns = {name: values[episodes] for name, values in plan.attributes["episodes"].items()}
+    about = {"command": describe(options)[1], "versions": versions()}
+    shards.write_shard(path, split.plan, arrays, columns, about)
+    if predicted is not None:
+        masks = {f"{render}/mask": predicted for render in split.plan["renders"]}
+        shards.write_derived(shards.read_shard(path), "sam", masks, {"method": "authors"}, about["command"])
 
 
 def run_import(options: Any, folder: Path) -> None:
-    """Makes the plan, then the shards."""
-    source, files = open_source(options)
-    settings, path = describe_settings(options, files), folder / "plan.h5"
+    """Makes the plan, then every shard that is missing, together with other processes that do the same."""
+    source, read, files = open_source(options)
+    settings, path = describe(options)[0], folder / "plan.h5"
+    settings["files"] = {name: file.stat().st_size for name, file in files.items()}
     store.fill(
         paths=lambda: [path],
         is_missing=lambda path: read_plan(path, settings) is None,
-        make=lambda path: make_plan(path, options, source, settings),
+        make=lambda path: make_plan(path, options, source, read, settings),
     )
     plan = read_plan(path, settings)
-    source = replace(source, **plan.attributes["source"], recordings=[])
+    found, splits = plan.attributes["source"], {}
     if isinstance(options, Authors) and options.folder is None:
-        lerobot.fetch(authors.REPOSITORIES[get_task(options.task).suite], source.files)
-    Maker(options, source, folder, plan).make_all()
-    for line in source.skipped:
+        lerobot.fetch(authors.REPOSITORIES[get_task(options.task).suite], found["files"])
+    masks = {file: options.masks / name for file, name in found["masks"].items()}
+    pictures = Pictures(source.root, found["files"], found["columns"], masks)
+    for name, one in plan.attributes["plans"].items():
+        about = one | {"source": one["source"] | {"plan": plan.content_hash}}
+        splits[folder / name] = Split(folder / name, about)
+        splits[folder / name].scan()
+
+    def is_missing(path: Path) -> bool:
+        predicted = "sam/mask" in pictures.columns and not shards.derived_path(path, "sam").exists()
+        return predicted or splits[path.parent].is_missing(path)
+
+    done = sum(split.frames_there() for split in splits.values())
+    with Progress(folder.name, len(plan.arrays["place"]), "frames", done) as progress:
+        paths = [path for split in splits.values() for path in split.candidates()]
+        make = lambda path: make_shard(path, plan, splits[path.parent], pictures, options, progress)  # noqa: E731
+        store.fill(lambda: paths, is_missing, make)
+    for line in found["skipped"]:
         print(f"left out: {line}")
 
 

@@ -12,7 +12,7 @@ from common import media
 from common.cli import UserError
 from common.lerobot import fetch
 from common.recordings import Recording, Source, read_rows
-from common.tasks import get_task
+from common.tasks import Task
 
 REPOSITORIES = {
     "dcs": "EpicPinkPenguin/visual_distracting_control_suite",
@@ -21,20 +21,19 @@ REPOSITORIES = {
 DIFFICULTY = {"none": 0.0, "low": 0.1, "hard": 0.3}  # of the moving camera and the changing colours
 
 
-def locate(task: str, distractor: str, copy: Path | None) -> tuple[Path, str, str | None]:
+def locate(task: Task, distractor: str, copy: Path | None) -> tuple[Path, str, str | None]:
     """The folder of the dataset, the folder of the task's files in it, and the repository, None for a copy of it."""
-    suite = get_task(task).suite
-    folder = task.replace("-", "_") + ("" if distractor == "none" else f"_distractor_{distractor}")
-    folder = f"{task}-v3" if suite == "dmw" else folder
+    ending = "" if distractor == "none" else f"_distractor_{distractor}"
+    folder = f"{task.name}-v3" if task.suite == "dmw" else task.name.replace("-", "_") + ending
     if copy is not None:
         return copy, folder, None
-    return fetch(REPOSITORIES[suite], ["README.md"]), folder, REPOSITORIES[suite]
+    return fetch(REPOSITORIES[task.suite], ["README.md"]), folder, REPOSITORIES[task.suite]
 
 
 def _files(root: Path, folder: str, split: str, repository: str | None) -> Iterator[Path]:
     """The parquet files of a split; those of a repository are downloaded one by one, when they are asked for."""
     if repository is None:
-        yield from sorted(root.glob(f"{folder}/{split}-*.parquet"))
+        yield from (path for path in media.walk(root / folder, {".parquet"}) if path.name.startswith(f"{split}-"))
         return
     from huggingface_hub import list_repo_files
 
@@ -66,17 +65,15 @@ def _episodes(parts: Iterator[dict[str, np.ndarray]], most: int | None) -> Itera
 
 
 def read_authors(
-    source: Source, task_name: str, distractor: str, most: int | None, copy: Path | None
+    source: Source, task: Task, distractor: str, folder: str, repository: str | None, most: int | None
 ) -> dict[str, Any]:
     """Reads both splits by whole episodes. Returns what the plan says, as make_dataset.py would.
 
-    most: train transitions that suffice; a tenth of it for the test split. copy: None for the hub.
+    most: train transitions that suffice; a tenth of it for the test split. repository: None for a copy of it.
 
     On Meta-World reward and flags came with the observation beside them, so that they belong to the row before; on the
     Control Suite they belong to the action of their row.
     """
-    task = get_task(task_name)
-    _, folder, repository = locate(task_name, distractor, copy)
     meta_world = task.suite == "dmw"
     observations = {"clean": "observation"} if meta_world or distractor == "none" else {"distractor": "observation"}
     if meta_world and distractor != "none":
@@ -95,7 +92,7 @@ def read_authors(
             raise UserError(f"{source.root / folder}: no {split}-*.parquet with a whole episode in it")
     source.columns = {f"{render}/observation": column for render, column in observations.items()}
     source.columns |= {f"{render}/mask": "mask" for render in observations}
-    if "pred_mask" in pq.read_schema(source.root / source.files[0]).names:
+    if "pred_mask" in pq.read_schema(source.root / min(source.files, key=source.files.get)).names:
         source.columns["sam/mask"] = "pred_mask"
     moving = 0.0 if meta_world else DIFFICULTY[distractor]
     # Which clips of DAVIS they took is not known.

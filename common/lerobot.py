@@ -1,10 +1,10 @@
 """Reads robots' datasets in LeRobot's formats v2.1 and v3.0, from a folder or the Hugging Face hub."""
 
-import itertools
+import contextlib
 import json
 import re
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from common import media
-from common.cli import Progress, UserError
-from common.recordings import CORES, Recording, Source, frame_times, read_rows
+from common.cli import Stopped, UserError, stop_requested
+from common.recordings import Pictures, Recording, Source, decode_all, in_threads, read_rows
 
 
 def fetch(repository: str, patterns: list[str]) -> Path:
@@ -27,76 +27,113 @@ def fetch(repository: str, patterns: list[str]) -> Path:
         raise UserError(f"{repository}: cannot be had from the hub ({reason}); or give a folder") from error
 
 
-def read_information(root: Path) -> dict[str, Any]:
-    """A LeRobot dataset's meta/info.json."""
+# Its video ("" where pictures are in the tables), the number of its first frame there, its length; or what is wrong.
+Entry = tuple[str, int, int] | UserError
+Listed = dict[int | str, Entry]  # by the number of the episode, an entry without one by its beginning
+
+
+@dataclass
+class Robot:
+    """A LeRobot dataset: what it says of itself and of its episodes."""
+
+    root: Path
+    information: dict[str, Any]
+    camera: str  # the feature with the frames
+    in_tables: bool  # and whether these are pictures in tables, not a video
+    listed: Listed
+    wanted: Listed  # those of --episodes
+    files: list[Path]  # that belong to these
+
+
+def read_information(root: Path, camera: str | None) -> tuple[dict[str, Any], str]:
+    """A LeRobot dataset's meta/info.json, and which feature holds the frames: `camera`, or the only video or image."""
     path = root / "meta/info.json"
-    try:
+    with media.readable(path, "the description of a LeRobot dataset"):
         information = json.loads(path.read_text(encoding="utf-8"))
-        lacking = {"codebase_version", "fps", "features"} - information.keys()
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{path}: no description of a LeRobot dataset ({error}); copy the dataset again") from error
-    if lacking or not re.match(r"v[23]\.", str(information["codebase_version"])):
-        what = f"lacks {', '.join(sorted(lacking))}" if lacking else f"format {information['codebase_version']}"
-        raise UserError(f"{path}: {what}; the formats v2.1 and v3.0 can be read")
-    return information
-
-
-def locate(place: str, camera: str | None) -> tuple[Path, str]:
-    """The folder of a dataset, which is downloaded if `place` is user/repo, and the feature that holds the frames."""
-    root, on_hub = Path(place).expanduser(), False
-    if not root.is_dir() and re.fullmatch(r"[\w.-]+/[\w.-]+", place):
-        root, on_hub = fetch(place, ["meta/*"]), True
-    camera = choose_camera(root, read_information(root)["features"], camera)
-    if on_hub:
-        fetch(place, ["data/*", f"*/{camera}/*"])
-    return root, camera
-
-
-def choose_camera(root: Path, features: dict[str, Any], camera: str | None) -> str:
-    """The feature that holds the frames: the one that was asked for, or the only one of type video or image."""
+        version, fps, features = (information.get(key) for key in ("codebase_version", "fps", "features"))
+        right = {
+            "codebase_version": re.match(r"v[23]\.", str(version)),
+            "fps": isinstance(fps, (int, float)) and 0 < fps < float("inf"),
+            "features": isinstance(features, dict) and all(isinstance(each, dict) for each in features.values()),
+        }
+        if wrong := [f"{key} is {str(information.get(key))[:60]}" for key, good in right.items() if not good]:
+            raise UserError(f"{path}: {', '.join(wrong)}; the formats v2.1 and v3.0 can be read")
     cameras = [name for name, feature in features.items() if feature.get("dtype") in ("video", "image")]
     if camera in cameras or (camera is None and len(cameras) == 1):
-        return camera or cameras[0]
+        return information, camera or cameras[0]
     problem = f"no camera {camera}" if camera else f"{len(cameras)} cameras"
     raise UserError(f"{root}: {problem}; choose with --camera one of: {', '.join(cameras)}")
 
 
-def listed_episodes(root: Path, information: dict[str, Any], video: str | None) -> dict[int, tuple[str, int, int]]:
-    """Number of an episode -> its video file, the number of its first frame there, and its length.
-
-    video: the camera's key, None if the pictures are in the tables.
-    """
-    old, listed = information["codebase_version"] < "v3", {}
+def read_list(root: Path, information: dict[str, Any], camera: str) -> Listed:
+    """The entries of all episodes."""
+    old, in_tables = information["codebase_version"] < "v3", information["features"][camera]["dtype"] == "image"
     folder = root / ("meta/episodes.jsonl" if old else "meta/episodes")
-    keys = ("chunk_index", "file_index", "from_timestamp", "to_timestamp") if video and not old else ()
-    for path in [folder] if old else sorted(folder.rglob("*.parquet")):
+    keys = () if old or in_tables else ("chunk_index", "file_index", "from_timestamp", "to_timestamp")
+    listed: Listed = {}
+    for path in [folder] if old else media.walk(folder, {".parquet"}):
         with media.readable(path, "a list of episodes"):
             if old:
-                rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+                rows = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
             else:
-                columns = ["episode_index", "length", *(f"videos/{video}/{key}" for key in keys)]
+                columns = ["episode_index", "length", *(f"videos/{camera}/{key}" for key in keys)]
                 rows = pq.read_table(path, columns=columns).to_pylist()
-            for row in rows:
-                number, length = row["episode_index"], row["length"]
-                about = {key: row[f"videos/{video}/{key}"] for key in keys}
-                about |= {"episode_chunk": number // information.get("chunks_size", 1000), "episode_index": number}
-                first, end = (round(about.get(f"{side}_timestamp", 0) * information["fps"]) for side in ("from", "to"))
-                if keys and end - first != length:
-                    raise UserError(f"{path}: episode {number} has {length} frames, but {end - first} by its times")
-                file = information["video_path"].format(video_key=video, **about) if video else ""
-                listed[number] = (file, first, length)
-    if not listed:
-        raise UserError(f"{folder}: lists no episodes; copy the dataset again")
-    claims = sorted((file, first, length, number) for number, (file, first, length) in listed.items() if file)
-    for (file, first, length, number), (next_file, next_first, _, other) in itertools.pairwise(claims):
-        if file == next_file and first + length > next_first:
-            raise UserError(
-                f"{folder}: episodes {number} and {other} claim the same frames of {file}; the list is wrong"
-            )
+        for row in rows:
+            number: int | str = str(row)[:60]
+            try:
+                with media.readable(path, f"a list of episodes, at {number}"):
+                    row = json.loads(row) if old else row
+                    number = int(row["episode_index"])  # first, since it tells whether the rest matters
+                    length = int(row["length"])
+                    about = {key: row[f"videos/{camera}/{key}"] for key in keys}
+                    about |= {"episode_chunk": number // information.get("chunks_size", 1000), "episode_index": number}
+                    times = [about.get(f"{side}_timestamp", 0) for side in ("from", "to")]
+                    first, end = (round(time * information["fps"]) for time in times)
+                    if keys and end - first != length:
+                        raise UserError(f"{path}: episode {number} has {length} frames, but {end - first} by its times")
+                    file = "" if in_tables else information["video_path"].format(video_key=camera, **about)
+                    listed[number] = (file, first, length)
+            except UserError as error:
+                listed[number] = error
     return listed
 
 
-def _find_video(root: Path, file: str) -> Path:
+def open_robot(place: str, camera: str | None, episodes: str | None) -> Robot:
+    """Finds a dataset in a folder, or on the hub, and then fetches what belongs to the episodes that are wanted."""
+    match = re.fullmatch(r"(\d*):(\d*)", episodes or ":")
+    if match is None:
+        raise UserError(f"--episodes {episodes}: write the first one and the one after the last, such as 0:50")
+    chosen = range(int(match[1] or 0), int(match[2] or 2**31))
+    root, on_hub = Path(place).expanduser(), False
+    if not root.is_dir() and re.fullmatch(r"[\w.-]+/[\w.-]+", place):
+        root, on_hub = fetch(place, ["meta/*"]), True
+    information, camera = read_information(root, camera)
+    listed = read_list(root, information, camera)
+    wanted = {number: listed[number] for number in listed if isinstance(number, str) or number in chosen}
+    if not wanted:
+        which = f", {min(listed)} to {max(listed)}, none of them in --episodes {episodes}" if listed else ""
+        raise UserError(f"{root / 'meta'}: lists {len(listed)} episodes{which}")
+    in_tables = information["features"][camera]["dtype"] == "image"
+    videos = {entry[0].partition("/")[2] for entry in wanted.values() if isinstance(entry, tuple) and not in_tables}
+    # In v3.0 any table may hold any episode.
+    some_tables = episodes is not None and information["codebase_version"] < "v3"
+    tables = {f"episode_{number:06d}" for number in wanted if isinstance(number, int) and some_tables}
+    if on_hub:
+        patterns = [f"data/*/{stem}.parquet" for stem in tables] if some_tables else ["data/*"]
+        fetch(place, patterns + ([f"*/{video}" for video in videos] if episodes and videos else [f"*/{camera}/*"]))
+
+    def is_wanted(path: Path) -> bool:
+        first, *rest = path.relative_to(root).parts
+        if first == "data":
+            return not some_tables or path.stem in tables
+        return first == "meta" or "/".join(rest) in videos or (in_tables and camera in rest)
+
+    suffixes = media.VIDEO_SUFFIXES | media.IMAGE_SUFFIXES | {".json", ".jsonl", ".parquet"}
+    files = [path for path in media.walk(root, suffixes) if is_wanted(path)]
+    return Robot(root, information, camera, in_tables, listed, wanted, files)
+
+
+def find_video(root: Path, file: str) -> Path:
     """The path of a video; some datasets call the folder video/ that their description calls videos/."""
     for path in (root / file, root / re.sub("^videos/", "video/", file), root / re.sub("^video/", "videos/", file)):
         if path.is_file():
@@ -104,70 +141,83 @@ def _find_video(root: Path, file: str) -> Path:
     raise UserError(f"{root / file}: no such video, but it is listed")
 
 
-def _check_video(root: Path, file: str, frames: int) -> None:
-    path = _find_video(root, file)
-    count, _, _ = frame_times(path, decode=True)
-    if count != frames:
-        raise UserError(f"{path}: has {count} frames, its episodes have {frames}")
+def find_clashes(wanted: Listed) -> dict[int | str, str]:
+    """The episodes that claim frames of others, and what they claim."""
+    clashes, ends = {}, {}
+    claims = sorted((*entry, number) for number, entry in wanted.items() if isinstance(entry, tuple) and entry[0])
+    for file, first, length, number in claims:
+        end, other = ends.get(file, (0, number))
+        if first < end:
+            text = f"episodes {other} and {number} claim the same frames of {file}; the list is wrong"
+            clashes |= {other: text, number: text}
+        ends[file] = max((first + length, number), (end, other))
+    return clashes
 
 
-def episode_range(text: str | None) -> range:
-    """`0:50` as a range."""
-    match = re.fullmatch(r"(\d*):(\d*)", text or ":")
-    if match is None:
-        raise UserError(f"--episodes {text}: write the first one and the one after the last, such as 0:50")
-    return range(int(match[1] or 0), int(match[2] or 2**31))
-
-
-def read_lerobot(source: Source, camera: str, action: str | None, episodes: range) -> None:
+def read_lerobot(source: Source, robot: Robot, action: str | None) -> None:
     """Episodes of a robot's dataset in the format v2.1 or v3.0."""
-    root, information = source.root, read_information(source.root)
-    features, fps = information["features"], information["fps"]
-    in_tables = features[camera]["dtype"] == "image"
-    listed = listed_episodes(root, information, None if in_tables else camera)
+    root, fps, features = robot.root, robot.information["fps"], robot.information["features"]
     if action is not None and action not in features:
         raise UserError(f"--action {action}: {root} has no such feature; it has {', '.join(features)}")
     keys = {"action": action or "action", "state": "observation.state"}
     keys = {name: key for name, key in keys.items() if key in features}
     source.action_names = _flat(features[keys["action"]].get("names")) if "action" in keys else None
-    source.columns = {"video/observation": camera} if in_tables else {}
+    source.columns = {"video/observation": robot.camera} if robot.in_tables else {}
 
     # Rows are grouped by what they say of themselves: lists of episodes at times name wrong files.
     indices = {"episode": "episode_index", "frame": "frame_index"}
-    parts = list(read_rows(source, sorted(root.glob("data/**/*.parquet")), keys | indices))
+    tables = [path for path in robot.files if path.suffix == ".parquet" and root / "data" in path.parents]
+    parts = list(read_rows(source, tables, keys | indices))
     if not parts:
         raise UserError(f"{root / 'data'}: holds no tables that can be read; copy the dataset again")
     with media.readable(root / "data", "tables of one kind"):
         rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     order = np.lexsort((rows["frame"][:, 0], rows["episode"][:, 0]))
     rows = {name: values[order] for name, values in rows.items()}
+
+    pictures, clashes = Pictures(root, source.files, source.columns, {}), find_clashes(robot.wanted)
+    good = [entry for entry in robot.listed.values() if isinstance(entry, tuple)]
     ends: dict[str, int] = defaultdict(int)  # the frames that each video must have
-    for file, first, length in listed.values():
+    for file, first, length in good:
         ends[file] = max(ends[file], first + length)
 
-    wanted = {number: listed[number] for number in sorted(listed) if number in episodes}
-    files = {file for file, _, _ in wanted.values()} if source.skip_bad and not in_tables else set()
-    # Decoding is ffmpeg's work.
-    with ThreadPoolExecutor(CORES) as pool, Progress(str(root), len(wanted), "recordings") as progress:
-        checks = {file: pool.submit(_check_video, root, file, ends[file]) for file in files}
-        for number, (file, first, length) in wanted.items():
+    def count(file: str) -> tuple[Path, int] | None:
+        if not file:
+            return None
+        path = find_video(root, file)
+        return path, len(decode_all(path))
+
+    wanted = dict(sorted(robot.wanted.items(), key=lambda item: (isinstance(item[0], int), item[0])))
+    files = [entry[0] if isinstance(entry, tuple) else "" for entry in wanted.values()]
+    with contextlib.closing(in_threads(count, files, str(root))) as jobs:
+        for (number, entry), job in zip(wanted.items(), jobs):
             with source.checked():
+                if isinstance(entry, UserError):
+                    raise entry
+                if number in clashes:
+                    raise UserError(f"{root / 'meta'}: {clashes[number]}")
+                file, first, length = entry
                 mine = slice(*np.searchsorted(rows["episode"][:, 0], (number, number + 1)))
-                place, tables = rows["place"][mine], {name: rows[name][mine] for name in keys}
+                place, values = rows["place"][mine], {name: rows[name][mine] for name in keys}
                 if not np.array_equal(rows["frame"][mine, 0], np.arange(length)):
                     raise UserError(f"{root / 'data'}: {len(place)} rows for the {length} frames of episode {number}")
 
                 def row_of(row: int, place: np.ndarray = place) -> str:
-                    return f"{root / source.files[place[row, 0]]}: row {place[row, 1]}"
+                    return f"{pictures.paths[place[row, 0]]}: row {place[row, 1]}"
 
-                if not in_tables:
-                    video = source.number(_find_video(root, file), ends[file])
-                    place = np.stack([np.full(length, video), first + np.arange(length)], axis=1)
-                if file in checks:
-                    checks[file].result()
-                seconds = np.arange(length) / fps
-                source.recordings.append(Recording(f"episode {number}", place, seconds, tables, row_of))
-            progress.update()
+                if robot.in_tables:
+                    shapes = {pictures.read(*each)["video/observation"].shape for each in place.tolist()}
+                    if len(shapes) > 1:
+                        raise UserError(f"{row_of(0)}: the size of the pictures changes in episode {number}")
+                    if stop_requested():
+                        raise Stopped("nothing was written")
+                else:
+                    path, frames = job.result()
+                    # Where an entry is bad, more frames than those of the good ones are as it should be.
+                    if frames < ends[file] or (frames > ends[file] and len(good) == len(robot.listed)):
+                        raise UserError(f"{path}: has {frames} frames, its episodes have {ends[file]}")
+                    place = np.stack([np.full(length, source.number(path)), first + np.arange(length)], axis=1)
+                source.recordings.append(Recording(f"episode {number}", place, np.arange(length) / fps, values, row_of))
 
 
 def _flat(names: Any) -> list[str]:

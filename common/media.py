@@ -4,10 +4,13 @@ Whatever is wrong with a file is a `UserError` of one line that names it.
 """
 
 import contextlib
+import errno
 import os
 import re
+import signal
 import subprocess
 import tempfile
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
 
@@ -15,7 +18,8 @@ import imageio_ffmpeg
 import numpy as np
 from PIL import Image, ImageOps, ImageSequence
 
-from common.cli import UserError
+from common.cli import Stopped, UserError
+from common.store import system_error
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp"})
 VIDEO_SUFFIXES = frozenset({".mp4", ".avi", ".mov", ".mkv", ".webm", ".gif"})
@@ -33,6 +37,22 @@ def listing(folder: Path) -> list[Path]:
     return in_order((path for path in folder.iterdir() if not path.name.startswith(".")), lambda path: path.name)
 
 
+def walk(folder: Path, suffixes: Set[str]) -> list[Path]:
+    """The files with these suffixes in a folder and below it, sorted, without names that begin with a dot."""
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes and path.is_file())
+    paths = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    for path in paths:
+        _check_name(path)
+    return paths
+
+
+def _check_name(path: Path) -> None:
+    try:
+        os.fsencode(path).decode("utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{os.fsencode(path)}: its name is not UTF-8; rename it") from None
+
+
 def image_files(folder: Path, suffixes: Set[str] = IMAGE_SUFFIXES) -> list[Path]:
     """The images in a folder, in natural order. Raises `UserError` as `listing` does, also for 1.png beside 1.jpg."""
     return in_order((path for path in listing(folder) if path.suffix.lower() in suffixes), lambda path: path.stem)
@@ -42,10 +62,7 @@ def in_order(paths: Iterable[Path], name: Callable[[Path], str]) -> list[Path]:
     """Paths by what `name` gives for them, in natural order. Raises `UserError` as `listing` does."""
     numbered: dict[tuple[str | int, ...], Path] = {}
     for path in paths:
-        try:
-            os.fsencode(path.name).decode("utf-8")
-        except UnicodeDecodeError:
-            raise UserError(f"{path.parent}: the name {os.fsencode(path.name)} in it is not UTF-8; rename it") from None
+        _check_name(path)
         parts = re.split(r"(\d+)", name(path))  # texts and numbers in turn
         key = tuple(int(part) if part.isdecimal() else part for part in parts)
         if key in numbered:
@@ -55,17 +72,33 @@ def in_order(paths: Iterable[Path], name: Callable[[Path], str]) -> list[Path]:
     return [numbered[key] for key in sorted(numbered)]
 
 
+def kind_of(path: Path) -> str:
+    """The suffix in small letters, a slash for a folder."""
+    return "/" if path.is_dir() else path.suffix.lower()
+
+
+def episode_name(path: Path) -> str:
+    """The name of a recording and of what belongs to it. Some systems write accents apart from their letters."""
+    return unicodedata.normalize("NFC", path.name if path.is_dir() else path.stem)
+
+
 # --- pictures ---
 
 
 @contextlib.contextmanager
 def readable(path: Path, kind: str) -> Iterator[None]:
-    """Turns what a library raises while it reads `path` into a `UserError` of one line."""
+    """Turns what a library raises while it reads `path` into a `UserError` of one line.
+
+    Errors of the system (no permission, a failing disk, no memory) stay: they say nothing about the content.
+    """
     try:
         yield
-    except UserError:
+    except (UserError, Stopped, MemoryError):
         raise
     except Exception as error:  # for damaged files Pillow raises OSError, ValueError, SyntaxError, zlib.error and more
+        system = system_error(error, path)
+        if system is not None and system.errno != errno.ENOENT:
+            raise system from error
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{path}: cannot be read as {kind} ({reason})") from error
 
@@ -105,43 +138,72 @@ def _has_16_bits(image: Image.Image) -> bool:
     return image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG")  # I before Pillow 11
 
 
+def open_masks(path: Path) -> tuple[int, Callable[[int], np.ndarray]]:
+    """How many masks a folder of images or a .npy holds, and a function from a frame's number to its mask (H, W)."""
+    if path.is_dir():
+        images = image_files(path)
+        return len(images), lambda number: read_mask(images[number])
+    with readable(path, "masks"):
+        masks = np.load(path, mmap_mode="r", allow_pickle=False)
+        least, top = masks.min(), masks.max()
+        fraction = masks.dtype.kind == "f" and least >= 0 and top <= 1
+        if not fraction and not (top in (0, 1, 255) and np.isin(masks, (0, top)).all()):
+            raise UserError(f"{path}: from {least} to {top}; masks hold 0 and 1, 0 and 255, or 0.0 to 1.0")
+        return len(masks), lambda number: masks[number] >= (0.5 if top <= 1 else 127.5)
+
+
+def as_square(picture: np.ndarray, size: int, how: str | None, file: Path) -> np.ndarray:
+    """A frame, uint8 (H, W, 3), or a mask, bool (H, W), as a square; how: crop or pad, None if it must be one."""
+    if picture.shape[:2] == (size, size):
+        return picture
+    if how is None:
+        raise UserError(f"{file}: pictures of {picture.shape[1]} x {picture.shape[0]} pixels, expected {size} x {size}")
+    image = Image.fromarray(picture * np.uint8(255) if picture.dtype == bool else picture)
+    image = (ImageOps.fit if how == "crop" else ImageOps.pad)(image, (size, size), Image.Resampling.BICUBIC)
+    return np.asarray(image) > 127 if picture.dtype == bool else np.asarray(image)
+
+
 # --- clips ---
 
 
 def frames(source: Path) -> Iterator[np.ndarray]:
-    """Every frame of a folder of images, a video or a gif as it is stored, uint8 (H, W, 3), all of one size."""
+    """The frames of `timed_frames` without their times."""
+    return (frame for _, frame in timed_frames(source))
+
+
+def timed_frames(source: Path) -> Iterator[tuple[float | None, np.ndarray]]:
+    """Every frame of a folder of images, a video or a gif as it is stored, uint8 (H, W, 3), all of one size.
+
+    With each its time in seconds since the start, None in a folder. Frames come while the file is decoded, upright if
+    its metadata say how; that a file is cut off or damaged may show after the last good frame.
+    """
     if source.is_dir():
-        pictures = ((path, read_image(path)) for path in image_files(source))
+        pictures = ((path, None, read_image(path)) for path in image_files(source))
     else:
-        pictures = ((source, frame) for _, frame in timed_frames(source))
+        read = _gif_frames if source.suffix.lower() == ".gif" else _video_frames
+        pictures = ((source, seconds, frame) for seconds, frame in read(source))
     shape = None
-    for path, frame in pictures:
+    for path, seconds, frame in pictures:
         shape = shape or frame.shape
         if frame.shape != shape:
             sizes = " to ".join(f"{width} x {height}" for height, width, _ in (shape, frame.shape))
             raise UserError(f"{path}: the size changes from {sizes}; a clip has frames of one size")
-        yield frame
+        yield seconds, frame
     if shape is None:
         raise UserError(f"{source}: holds no images ({', '.join(sorted(IMAGE_SUFFIXES))})")
 
 
-def timed_frames(path: Path) -> Iterator[tuple[float, np.ndarray]]:
-    """Every frame of a video or gif with its time: (seconds since the start, uint8 (H, W, 3)).
-
-    Frames come while the file is decoded, upright if its metadata say how; that a file is cut off or damaged may show
-    after the last good frame. A constant rate is (number of frames - 1) / (last time - first time).
-    """
-    if path.suffix.lower() == ".gif":
-        yield from _gif_frames(path)
-        return
+def _video_frames(path: Path) -> Iterator[tuple[float, np.ndarray]]:
     _check_length(path)
     with readable(path, "a video"):
         ffmpeg = imageio_ffmpeg.get_ffmpeg_exe()
     times, times_out = os.pipe()
-    command = [ffmpeg, "-nostdin", "-v", "error", "-xerror", "-i", f"file:{path}", "-map", "0:V:0", "-noautoscale"]
-    command += ["-fps_mode", "passthrough", "-enc_time_base", "demux", "-c:v", "ppm", "-pix_fmt", "rgb24", "-f", "tee"]
-    # The pictures and, line by line beside them, their times; what is not flushed would come too late.
-    command += [f"[f=image2pipe:flush_packets=1]pipe:1|[f=framecrc:flush_packets=1]pipe:{times_out}"]
+    command = [ffmpeg, "-nostdin", "-v", "error", "-xerror", "-i", f"file:{path}"]
+    every = ["-map", "0:V:0", "-noautoscale", "-fps_mode", "passthrough", "-enc_time_base", "demux"]
+    every += ["-flush_packets", "1"]  # else the times come too late
+    command += [*every, "-c:v", "ppm", "-pix_fmt", "rgb24", "-f", "image2pipe", "pipe:1"]
+    # Line by line beside the pictures, their times. Two frames may have the same: -f tee would take that for an error.
+    command += [*every, "-c:v", "wrapped_avframe", "-f", "framecrc", f"pipe:{times_out}"]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as messages, open(times) as lines:
         process = subprocess.Popen(
             command,
@@ -171,11 +233,16 @@ def timed_frames(path: Path) -> Iterator[tuple[float, np.ndarray]]:
             process.wait()
             process.stdout.close()
         messages.seek(0)
-        text = messages.read()
+        text = "".join(line for line in messages if "monotonic" not in line and "Last message repeated" not in line)
     if "matches no streams" in text:
         raise UserError(f"{path}: holds no video")
     # Not every message is an error, but some ends that come too early are only messages.
     if status or not count or re.search("ended prematurely|partial file", text):
+        with path.open("rb") as file:  # a failing disk is an OSError
+            while file.read(1 << 20):
+                pass
+        if status == -signal.SIGKILL:
+            raise MemoryError(f"{path}: ffmpeg was killed")
         reason = re.sub(r"^\[.*?\] ", "", text.partition("\n")[0]) or f"ffmpeg's status is {status}"
         after = f"after {count} frames " if count else ""
         raise UserError(f"{path}: cannot be read as a video {after}({reason}); copy it again, or encode it again")

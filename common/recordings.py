@@ -1,16 +1,16 @@
 """Recordings as episodes: frames in files, tables beside them, at a rate, cut into clips. And videos, one kind of them.
 
-A reader (`read_videos` here, others in common/lerobot.py) finds the recordings with their tables and the times of
-their frames; `Source.pictures` decodes the frames that are stored.
+What reads a kind of source (`read_videos` here, `read_lerobot` elsewhere) decodes all that is wanted once, so that what
+is wrong shows before the first shard; `Pictures` decodes the frames that are stored.
 """
 
 import contextlib
-import functools
+import csv
 import io
 import os
-import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet as pq
-from PIL import Image, ImageOps
 
 from common import media
 from common.cli import Progress, Stopped, UserError, stop_requested
 
+SPLITS = ("train", "test")
+TABLES = (".npy", ".csv", ".parquet")
+MASKS = (".npy", "/")  # a slash stands for a folder of images
 CORES = len(os.sched_getaffinity(0))
 PERCENTILES = (0.1, 99.9)  # of the train actions in a dimension, which become -1 and 1
 CONSTANT = 1e-6  # the range, relative to the values, below which a dimension counts as constant
@@ -58,13 +60,16 @@ class Recording:
         return np.searchsorted(seconds, beats + tolerance, "right") - 1
 
     def at_rate(self, fps: float | None, stride: int | None, how: str) -> "Recording":
-        """Fewer frames. The actions from a kept frame to the next become one: their last, sum or mean; K-th: NaN."""
+        """Fewer frames. The actions from a kept frame to the next become one: their last, sum or mean; K-th: NaN.
+
+        From a frame that is kept twice there is no action to itself: a sum is zero, last and mean take the next one.
+        """
         kept = self.kept_frames(fps, stride)
         tables = {}
         for name, values in self.tables.items():
             starts, stops = kept, kept + 1
             if name == "action":
-                starts, stops = kept[:-1], np.maximum(kept[1:], kept[:-1] + 1)
+                starts, stops = kept[:-1], kept[1:] if how == "sum" else np.maximum(kept[1:], kept[:-1] + 1)
             values = values[: stops.max(initial=0)].astype(np.float64)
             wrong = np.flatnonzero(~np.isfinite(values).all(axis=1))
             if len(wrong):
@@ -99,25 +104,20 @@ class Recording:
 
 @dataclass
 class Source:
-    """Files, and what a reader found in them."""
+    """What was found: files, the episodes in them, and what is wrong with what was left out."""
 
     root: Path
     skip_bad: bool | None = None  # None where the user has no such choice
-    files: list[str] = field(default_factory=list)  # relative to root
-    frames: list[int | None] = field(default_factory=list)  # that each file must have, None: any number
+    files: dict[str, int] = field(default_factory=dict)  # relative to root -> number
     columns: dict[str, str] = field(default_factory=dict)  # array of a shard -> column with pictures; empty for videos
     masks: dict[str, str] = field(default_factory=dict)  # file -> its masks, relative to the masks' folder
-    skipped: list[str] = field(default_factory=list)  # what is wrong with what was left out
+    skipped: list[str] = field(default_factory=list)
     recordings: list[Recording] = field(default_factory=list)
     action_names: list[str] | None = None
 
-    def number(self, file: Path | str, frames: int | None = None) -> int:
+    def number(self, path: Path) -> int:
         """The number of a file, which is added if it is new."""
-        name = str(Path(file).relative_to(self.root)) if isinstance(file, Path) else file
-        if name not in self.files:
-            self.files.append(name)
-            self.frames.append(frames)
-        return self.files.index(name)
+        return self.files.setdefault(str(path.relative_to(self.root)), len(self.files))
 
     @contextlib.contextmanager
     def checked(self) -> Iterator[None]:
@@ -130,64 +130,43 @@ class Source:
                 raise UserError(f"{error}{hint}") from error
             self.skipped.append(str(error))
 
-    def pictures(self, place: np.ndarray, last: np.ndarray, masks: Path | None) -> Iterator[dict[str, np.ndarray]]:
-        """The frames at `place` (T, 2): array of a shard -> uint8 (H, W, 3), or bool (H, W) for masks.
 
-        last: the highest frame of each file that any episode needs. Whoever reads that far reads to the file's end, and
-        compares the number of frames: UserError if it is not what the lists say.
-        """
-        new_file = (np.diff(place[:, 0]) != 0) | (np.diff(place[:, 1]) < 0)
-        for run in np.split(place, np.flatnonzero(new_file) + 1):
-            number, ordinals = run[0, 0], run[:, 1]
-            name = self.files[number]
-            if self.columns:
-                yield from _table_pictures(self.root / name, ordinals, self.columns)
-                continue
-            to_end = self.frames[number] if ordinals[-1] == last[number] else None
-            read_mask = _mask_reader(masks / self.masks[name]) if name in self.masks else None
-            for frame, ordinal in zip(_video_pictures(self.root / name, ordinals, to_end), ordinals):
-                mask = {"video/mask": read_mask(ordinal)} if read_mask else {}
-                yield {"video/observation": frame} | mask
+class Pictures:
+    """The pictures of a dataset by file and number. A file stays open: numbers that rise take one pass."""
 
+    def __init__(self, root: Path, files: Iterable[str], columns: dict[str, str], masks: dict[str, Path]):
+        self.paths, self.columns = [root / file for file in files], columns
+        self.masks = {root / file: path for file, path in masks.items()}
+        self.path: Path | None = None
+        self.number = -1  # of the frame, or the row group, that was read last
 
-def _video_pictures(path: Path, ordinals: np.ndarray, expected: int | None) -> Iterator[np.ndarray]:
-    """The frames with these numbers, in rising order. expected: of the whole file, None to stop after the last one."""
-    count = given = 0
-    for count, frame in enumerate(media.frames(path), 1):
-        while given < len(ordinals) and ordinals[given] == count - 1:
-            yield frame
-            given += 1
-        if given == len(ordinals) and expected is None:
-            return
-    if given < len(ordinals) or count != expected:
-        needed = ordinals[-1] + 1 if expected is None else expected
-        raise UserError(
-            f"{path}: has {count} frames, its episodes have {needed}; it is damaged, or the lists are wrong"
-        )
+    def read(self, file: int, number: int) -> dict[str, np.ndarray]:
+        """Array of a shard -> uint8 (H, W, 3), or bool (H, W) for masks."""
+        path = self.paths[file]
+        if self.columns:
+            with media.readable(path, "a table"):
+                return self._row(path, number)
+        if path != self.path or number < self.number:
+            self.frames, self.path, self.number = media.frames(path), path, -1
+            self.mask = media.open_masks(self.masks[path])[1] if path in self.masks else None
+        while self.number < number:
+            self.frame = next(self.frames, None)
+            if self.frame is None:
+                raise UserError(f"{path}: has fewer frames than when the import began; remove the set to import again")
+            self.number += 1
+        return {"video/observation": self.frame} | ({"video/mask": self.mask(number)} if self.mask else {})
 
-
-def _mask_reader(path: Path) -> Callable[[int], np.ndarray]:
-    """A function from the number of a frame to its mask, bool (H, W)."""
-    if path.is_dir():
-        images = media.image_files(path)
-        return lambda ordinal: media.read_mask(images[ordinal])
-    masks = np.load(path, mmap_mode="r")
-    half = 0.5 if masks.max() <= 1 else 127.5
-    return lambda ordinal: masks[ordinal] >= half
-
-
-def _table_pictures(path: Path, rows: np.ndarray, columns: dict[str, str]) -> Iterator[dict[str, np.ndarray]]:
-    """The pictures in rows of a parquet file, in rising order; reads the row groups that have some."""
-    with media.readable(path, "a table"):
-        file, start = pq.ParquetFile(path), 0
-        for group in range(file.num_row_groups):
-            stop = start + file.metadata.row_group(group).num_rows
-            wanted = rows[(rows >= start) & (rows < stop)] - start
-            if len(wanted):
-                table = file.read_row_group(group, columns=sorted(set(columns.values())))
-                for row in wanted.tolist():
-                    yield {name: _picture(table[key][row].as_py(), name, path) for name, key in columns.items()}
-            start = stop
+    def _row(self, path: Path, row: int) -> dict[str, np.ndarray]:
+        if path != self.path:
+            self.table, self.path, self.number = pq.ParquetFile(path), path, -1
+            about = self.table.metadata
+            self.starts = np.cumsum([0] + [about.row_group(group).num_rows for group in range(about.num_row_groups)])
+        group = int(np.searchsorted(self.starts, row, "right")) - 1
+        if group != self.number:
+            self.group = self.table.read_row_group(group, columns=sorted(set(self.columns.values())))
+            self.number = group
+        values = {name: self.group[key][row - self.starts[group]].as_py() for name, key in self.columns.items()}
+        return {name: _picture(value, name, path) for name, value in values.items()}
 
 
 def _picture(value: Any, name: str, path: Path) -> np.ndarray:
@@ -206,18 +185,7 @@ def _picture(value: Any, name: str, path: Path) -> np.ndarray:
     return image
 
 
-def as_square(picture: np.ndarray, size: int, how: str | None, file: str) -> np.ndarray:
-    """A frame, uint8 (H, W, 3), or a mask, bool (H, W), as a square; how: crop or pad, None if it must be one."""
-    if picture.shape[:2] == (size, size):
-        return picture
-    if how is None:
-        raise UserError(f"{file}: pictures of {picture.shape[1]} x {picture.shape[0]} pixels, expected {size} x {size}")
-    image = Image.fromarray(picture * np.uint8(255) if picture.dtype == bool else picture)
-    image = (ImageOps.fit if how == "crop" else ImageOps.pad)(image, (size, size), Image.Resampling.BICUBIC)
-    return np.asarray(image) > 127 if picture.dtype == bool else np.asarray(image)
-
-
-# --------------------------------------------------------------------------------------------------------------- tables
+# ---------------------------------------------------------------------------------------------------- files and tables
 
 
 def matrix(column: pa.ChunkedArray, path: Path) -> np.ndarray:
@@ -233,26 +201,35 @@ def matrix(column: pa.ChunkedArray, path: Path) -> np.ndarray:
     return values.reshape(len(column), -1)
 
 
-def read_table(folder: Path, stem: str) -> tuple[Path, np.ndarray, list[str] | None]:
-    """The table of an episode in a folder: its path, the values (rows, columns) and the columns' names."""
-    paths = [path for suffix in (".npy", ".csv", ".parquet") if (path := folder / f"{stem}{suffix}").exists()]
-    if len(paths) != 1:
-        raise UserError(f"{folder}: of {stem}.npy, {stem}.csv and {stem}.parquet one is needed, {len(paths)} are there")
-    path = paths[0]
+def read_table(path: Path, frames: int) -> tuple[list[np.ndarray], list[str] | None]:
+    """The columns (T, n) of an episode's table, and their names if it has some. frames: of the episode."""
     with media.readable(path, "a table"):
-        if path.suffix == ".npy":
+        if media.kind_of(path) == ".npy":
             values = np.load(path, allow_pickle=False)
-            return path, values.reshape(len(values), -1), None
+            if values.dtype.kind not in "iufb" or not values.size:
+                raise UserError(f"{path}: {values.dtype} of shape {values.shape} where numbers are expected")
+            return [values.reshape(len(values), -1)], None
         named = True
-        if path.suffix == ".csv":
-            first = path.read_text(encoding="utf-8").partition("\n")[0].split(",")
-            named = any(re.fullmatch(r"\s*[\d.eE+-]+\s*|\s*[+-]?(nan|inf)\s*", word, re.I) is None for word in first)
-            table = pyarrow.csv.read_csv(path, pyarrow.csv.ReadOptions(autogenerate_column_names=not named))
+        if media.kind_of(path) == ".csv":
+            text = path.read_text(encoding="utf-8-sig")
+            named = _has_header(path, text, frames)
+            options = pyarrow.csv.ReadOptions(autogenerate_column_names=not named)
+            table = pyarrow.csv.read_csv(io.BytesIO(text.encode()), options)
         else:
             table = pq.read_table(path)
-        values = [matrix(table[name], path) for name in table.column_names]
-        named = named and len(values) == sum(value.shape[1] for value in values)
-        return path, np.concatenate(values, axis=1), table.column_names if named else None
+        return [matrix(table[name], path) for name in table.column_names], table.column_names if named else None
+
+
+def _has_header(path: Path, text: str, frames: int) -> bool:
+    """Whether a CSV's first row has names: none of its words is a number, empty, a date, true or false."""
+    lines = [f"{line}\n" for line in text.splitlines() if line.strip()]
+    words = [word.strip() for word in next(csv.reader(lines[:1]), [])]
+    if words == list(map(str, range(len(words)))):  # what pandas writes above columns without names
+        if len(lines) == frames:  # with a header there is a row less than frames, which may be too
+            raise UserError(f"{path}: is {lines[0].strip()} above it a header? Name the columns, or write 0.0 for 0")
+        return len(lines) > frames
+    options = pyarrow.csv.ReadOptions(autogenerate_column_names=True)
+    return all(map(pa.types.is_string, pyarrow.csv.read_csv(io.BytesIO(lines[0].encode()), options).schema.types))
 
 
 def read_rows(source: Source, paths: Iterable[Path], keys: dict[str, str]) -> Iterator[dict[str, np.ndarray]]:
@@ -274,92 +251,117 @@ def read_rows(source: Source, paths: Iterable[Path], keys: dict[str, str]) -> It
 # --------------------------------------------------------------------------------------------------------------- videos
 
 
-def read_videos(source: Source, masks: Path | None, actions: Path | None) -> None:
-    """Video files and folders of images, an episode each; in the folders train and test, if there are both."""
-    folders = [source.root / split for split in ("train", "test")]
-    split_by_folder = all(folder.is_dir() for folder in folders)
-    listed = [path for folder in (folders if split_by_folder else [source.root]) for path in media.listing(folder)]
-    paths = [path for path in listed if path.is_dir() or path.suffix.lower() in media.VIDEO_SUFFIXES]
-    stems = [path.name if path.is_dir() else path.stem for path in paths]
-    if not paths:
-        raise UserError(f"{source.root}: holds no video files and no folders of images, one for each episode")
-    if len(set(stems)) < len(stems):
-        raise UserError(f"{source.root}: two episodes are called {max(stems, key=stems.count)}; rename one")
+def beside(folder: Path | None, kinds: tuple[str, ...], paths: list[Path]) -> Callable[[Path], Path | None]:
+    """A function from a recording to what has its name in a folder, or in its folders train and test."""
+    if folder is None:
+        return lambda path: None
+    mirrored = all(path.parent.name in SPLITS and (folder / path.parent.name).is_dir() for path in paths)
+    names = [media.episode_name(path) for path in paths]
+    if not mirrored and len(set(names)) < len(names):
+        double = max(names, key=names.count)
+        raise UserError(f"{folder}: train and test both have {double}, so folders train and test are needed here too")
+    held: dict[Path, list[Path]] = defaultdict(list)
+    for place in [folder / split for split in SPLITS] if mirrored else [folder]:
+        for path in media.listing(place):
+            if media.kind_of(path) in kinds and (path.is_file() or media.image_files(path)):
+                held[place / media.episode_name(path)].append(path)
+
+    def find(path: Path) -> Path:
+        name = media.episode_name(path)
+        found = held[(folder / path.parent.name if mirrored else folder) / name]
+        if len(found) != 1:
+            *first, last = (f"{name}{kind}" for kind in kinds)
+            raise UserError(f"{folder}: of {', '.join(first)} and {last} one is needed, {len(found)} are there")
+        return found[0]
+
+    return find
+
+
+def decode_all(path: Path, masks: Path | None = None) -> list[float | None]:
+    """Decodes a recording and its masks. Returns the times of its frames in seconds, None in folders of images."""
+    seconds: list[float | None] = []
+    count, mask = (0, None) if masks is None else media.open_masks(masks)
+    for time, frame in media.timed_frames(path):
+        if len(seconds) < count and (shape := mask(len(seconds)).shape) != frame.shape[:2]:
+            raise UserError(f"{masks}: mask {len(seconds)} has the shape {shape}, its frame {frame.shape[:2]}")
+        seconds.append(time)
+        if stop_requested():
+            raise Stopped("nothing was written")
+    if masks is not None and count != len(seconds):
+        raise UserError(f"{masks}: {count} masks for {len(seconds)} frames; each frame needs one")
+    return seconds
+
+
+def in_threads(work: Callable[[Any], Any], items: list[Any], name: str) -> Iterator[Future]:
+    """The finished job of each item, in order. Equal items share one. Close it to cancel those that wait."""
     pool = ThreadPoolExecutor(CORES)  # decoding is ffmpeg's work
-    jobs = [pool.submit(frame_times, path, decode=bool(source.skip_bad)) for path in paths]
-    progress = Progress(str(source.root), len(paths), "recordings")
     try:
-        for path, stem, job in zip(paths, stems, jobs):
-            with source.checked():
-                count, seconds, size = job.result()
-                split = path.parent.name if split_by_folder else None
-                recording = Recording(path.name, np.empty((0, 2)), seconds, split=split)
-                if actions is not None:
-                    table, recording.tables["action"], source.action_names = read_table(actions, stem)
-                    rows = len(recording.tables["action"])
-                    if rows not in (count, count - 1):
-                        raise UserError(f"{table}: {rows} rows for {count} frames; the last one may be missing")
-                    recording.row = functools.partial("{}: row {}".format, table)
-                if masks is not None:
-                    source.masks[str(path.relative_to(source.root))] = _find_masks(masks, stem, (count, *size))
-                file = source.number(path, count)
-                recording.place = np.stack([np.full(count, file), np.arange(count)], axis=1)
-                source.recordings.append(recording)
-            progress.update()
+        jobs = {item: pool.submit(work, item) for item in items}
+        with Progress(name, len(items), "recordings") as progress:
+            for item in items:
+                wait([jobs[item]])
+                yield jobs[item]
+                progress.update()
     finally:
-        progress.close()
         pool.shutdown(cancel_futures=True)
 
 
-def frame_times(path: Path, decode: bool) -> tuple[int, np.ndarray | None, tuple[int, int]]:
-    """The number of frames, their times in seconds, and their height and width.
+def read_videos(source: Source, masks: Path | None, actions: Path | None) -> None:
+    """Video files and folders of images, an episode each; in the folders train and test, if there are both."""
+    splits = [source.root / split for split in SPLITS]
+    split_by_folder = all(folder.is_dir() for folder in splits)
+    listed = [path for folder in (splits if split_by_folder else [source.root]) for path in media.listing(folder)]
+    paths = [path for path in listed if media.kind_of(path) in media.VIDEO_SUFFIXES | {"/"}]
+    if others := sorted({path.name for path in listed} - {path.name for path in paths}):
+        print(f"not taken: {', '.join(others[:9])}{' ...' if others[9:] else ''}; videos end in", end=" ")
+        print(", ".join(sorted(media.VIDEO_SUFFIXES)))
+    if not paths:
+        raise UserError(f"{source.root}: holds no video files and no folders of images, one for each episode")
+    names = [(path.parent, media.episode_name(path)) for path in paths]
+    if len(set(names)) < len(names):
+        raise UserError(f"{source.root}: two episodes are called {max(names, key=names.count)[1]}; rename one")
+    find_masks, find_actions = beside(masks, MASKS, paths), beside(actions, TABLES, paths)
 
-    A folder of images has no times, and is decoded only if asked.
-    """
-    if path.is_dir():
-        images = media.image_files(path)
-        count = sum(1 for _ in media.frames(path)) if decode or not images else len(images)
-        return count, None, media.read_image(images[0]).shape[:2]
-    seconds, sizes = [], set()
-    for time, frame in media.timed_frames(path):
-        seconds.append(time)
-        sizes.add(frame.shape[:2])
-        if stop_requested():
-            raise Stopped("nothing was written")
-    if len(sizes) > 1:
-        raise UserError(f"{path}: the size of its frames changes")
-    return len(seconds), np.array(seconds), sizes.pop()
+    def read(path: Path) -> tuple[Recording, Path | None, list[np.ndarray], list[str] | None]:
+        mask, table = find_masks(path), find_actions(path)
+        times = decode_all(path, mask)
+        columns, columns_names = ([], None) if table is None else read_table(table, len(times))
+        if columns and len(columns[0]) not in (len(times), len(times) - 1):
+            raise UserError(f"{table}: {len(columns[0])} rows for {len(times)} frames; the last one may be missing")
+        place = np.stack([np.zeros(len(times), int), np.arange(len(times))], axis=1)
+        seconds, split = None if path.is_dir() else np.array(times), path.parent.name if split_by_folder else None
+        recording = Recording(path.name, place, seconds, row=lambda row: f"{table}: row {row}", split=split)
+        return recording, mask, columns, columns_names
 
-
-def _find_masks(folder: Path, stem: str, expected: tuple[int, int, int]) -> str:
-    """The name of an episode's masks in a folder: .npy (frames, H, W), or a folder of images, one for each frame."""
-    path = folder / stem if (folder / stem).is_dir() else folder / f"{stem}.npy"
-    with media.readable(path, "masks"):
-        if path.is_dir():
-            images = media.image_files(path)
-            shape = (len(images), *(media.read_mask(images[0]).shape if images else ()))
-        else:
-            masks = np.load(path, mmap_mode="r")
-            shape, top = masks.shape, masks.max()
-            fraction = masks.dtype.kind == "f" and masks.min() >= 0 and top <= 1
-            if not fraction and not (top in (0, 1, 255) and np.isin(masks, (0, top)).all()):
-                raise UserError(f"{path}: from {masks.min()} to {top}; masks hold 0 and 1, 0 and 255, or 0.0 to 1.0")
-    if shape != expected:
-        raise UserError(f"{path}: shape {shape}, expected (frames, height, width) = {expected}")
-    return path.name
+    order: list[str] | None = None  # of the actions' columns
+    with contextlib.closing(in_threads(read, paths, str(source.root))) as jobs:
+        for path, job in zip(paths, jobs):
+            with source.checked():
+                recording, mask, columns, found = job.result()
+                if found is not None:
+                    order = order or found
+                    if sorted(found) != sorted(order):
+                        both = " and ".join(", ".join(some) for some in (order, found))
+                        raise UserError(f"{recording.row(0)}: the columns differ between files: {both}")
+                    columns = [columns[found.index(name)] for name in order]
+                recording.place[:, 0] = source.number(path)
+                if mask is not None:
+                    source.masks[str(path.relative_to(source.root))] = str(mask.relative_to(masks))
+                if columns:
+                    recording.tables["action"] = np.concatenate(columns, axis=1)
+                source.recordings.append(recording)
+    source.action_names = order
 
 
 # --------------------------------------------------------------------------------------------------- splits and actions
 
 
-def cut_recordings(
-    source: Source, fps: float | None, stride: int | None, reduce: str, clip_seconds: float | None
-) -> list[list[Recording]]:
-    """The episodes of each recording, of at least two frames; notes how many had fewer."""
+def cut_recordings(source: Source, cut: Callable[[Recording], list[Recording]]) -> list[list[Recording]]:
+    """What `cut` makes of each recording, where it has at least two frames; notes how many have fewer."""
     groups, short = [], 0
     for recording in source.recordings:
         with source.checked():
-            clips = recording.at_rate(fps, stride, reduce).clips(clip_seconds)
+            clips = cut(recording)
             groups.append([clip for clip in clips if len(clip.place) > 1])
             short += len(clips) - len(groups[-1])
     if short:
@@ -372,53 +374,52 @@ def split_episodes(groups: list[list[Recording]], share: float, seed: int) -> tu
 
     At least one episode is in each split; recordings take turns in an order that the seed decides.
     """
-    named = {split: [one for group in groups for one in group if one.split == split] for split in ("train", "test")}
-    if all(named.values()):  # the data say it themselves
-        return named["train"], named["test"]
-    total = sum(map(len, groups))
-    if total < 2:
-        raise UserError(f"{total} episodes of two frames and more; two are needed, one for testing: see --clip-seconds")
-    wanted, before = min(max(1, round(share * total)), total - 1), 0
-    train: dict[int, list[Recording]] = {}
-    test: dict[int, list[Recording]] = {}
-    for number in np.random.default_rng(seed).permutation(len(groups)).tolist():
-        group = groups[number]
-        count = wanted * (before + len(group)) // total - wanted * before // total
-        train[number], test[number] = group[: len(group) - count], group[len(group) - count :]
-        before += len(group)
-    in_order = range(len(groups))
-    return [one for i in in_order for one in train[i]], [one for i in in_order for one in test[i]]
-
-
-def one_hot(source: Source) -> bool:
-    """Whether the actions are categories, one column of integers; turns them into vectors of zeros and ones."""
-    with_actions = [recording for recording in source.recordings if "action" in recording.tables]
-    columns = [recording.tables["action"][: len(recording.place) - 1] for recording in with_actions]
-    if not columns or any(column.dtype.kind == "f" or column.shape[1] != 1 for column in columns):
-        return False
-    categories = np.unique(np.concatenate(columns))
-    if len(categories) > MOST_CATEGORIES:
+    everything = [one for group in groups for one in group]
+    if not any(one.split for one in everything):  # else the data say it themselves
+        total, before = len(everything), 0
+        wanted = min(max(1, round(share * total)), total - 1)
+        for number in np.random.default_rng(seed).permutation(len(groups)).tolist():
+            group = groups[number]
+            count = wanted * (before + len(group)) // max(1, total) - wanted * before // max(1, total)
+            for place, one in enumerate(group):
+                one.split = "train" if place < len(group) - count else "test"
+            before += len(group)
+    train, test = ([one for one in everything if one.split == split] for split in SPLITS)
+    if not train or not test:
         raise UserError(
-            f"the actions are {len(categories)} different integers; store them as floats if they are numbers"
+            f"{len(train)} episodes of two frames and more for training, {len(test)} for testing; "
+            "one is needed for each: see --clip-seconds, or mend what was left out"
         )
-    for recording in with_actions:
+    return train, test
+
+
+def as_categories(source: Source, reduce: str) -> bool:
+    """Whether the actions are categories: integers in one column; these become vectors of zeros and ones.
+
+    Where a table has no last value, or one file has floats, its integers come as floats.
+    """
+    recordings, parts = [], []
+    for recording in source.recordings:
+        steps, last = np.split(recording.tables.get("action", np.empty((0, 0))), [len(recording.place) - 1])
+        if len(steps) and np.isfinite(steps).all():  # else it is an error later on
+            recordings.append(recording)
+            parts.append((steps, steps.dtype.kind != "f" or not np.isfinite(last).all()))
+    whole = all(steps.shape[1] == 1 and (steps == np.round(steps)).all() for steps, _ in parts)
+    if not whole or not any(integers for _, integers in parts):
+        if parts:
+            print("actions: numbers, normalised in each dimension")
+        return False
+    categories = np.unique(np.concatenate([steps for steps, _ in parts]))
+    if len(categories) > MOST_CATEGORIES or reduce != "last":
+        raise UserError(
+            f"the actions are {len(categories)} different integers, taken as categories, at most {MOST_CATEGORIES} and "
+            "with --reduce last; if they are numbers, store them as floats, the last one too"
+        )
+    for recording in recordings:
         recording.tables["action"] = (recording.tables["action"] == categories).astype(np.float64)
-    source.action_names = [str(category) for category in categories]
+    source.action_names = [str(int(value) if value.dtype.kind == "f" else value) for value in categories]
     print(f"actions: {len(categories)} categories, stored one-hot")
     return True
-
-
-def scale_of(action: np.ndarray, names: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """What becomes -1 and 1 in each dimension of actions (N, A); equal for a constant dimension, which is said."""
-    low, high = np.percentile(action, PERCENTILES, axis=0)
-    least, most = action.min(axis=0), action.max(axis=0)
-    smallest = CONSTANT * np.maximum(abs(least), abs(most))
-    moves_rarely = high - low <= smallest  # in less than 0.1% of the steps, if at all
-    low, high = np.where(moves_rarely, least, low), np.where(moves_rarely, most, high)
-    constant = high - low <= smallest
-    if constant.any():
-        print(f"actions: constant, stored as zero: {', '.join(np.array(names)[constant])}")
-    return low, np.where(constant, low, high)
 
 
 def common_width(name: str, episodes: list[Recording]) -> int:
@@ -431,31 +432,41 @@ def common_width(name: str, episodes: list[Recording]) -> int:
 
 def common_rate(episodes: list[Recording]) -> float | None:
     """The frames per second, None if they are not known or vary."""
-    if any(episode.seconds is None for episode in episodes):
+    steps = [np.diff(episode.seconds) for episode in episodes if episode.seconds is not None]
+    means = [float(each.mean()) for each in steps]
+    # What rounding the times does is less.
+    varying = any(abs(mean - np.median(each)) > 0.05 * mean or not mean > 0 for mean, each in zip(means, steps))
+    if len(steps) < len(episodes) or varying or max(means) >= 1.01 * min(means):
         return None
-    rates = []
-    for episode in episodes:
-        steps = np.diff(episode.seconds)
-        if abs(steps.mean() - np.median(steps)) > 0.05 * steps.mean() or not steps.mean() > 0:
-            return None  # more than what rounding the times does
-        rates.append(1 / float(steps.mean()))
-    return round(rates[0], 3) if max(rates) < 1.01 * min(rates) else None
+    return round(1 / means[0], 3)
 
 
 def normalise_actions(
     train: list[Recording], test: list[Recording], names: list[str] | None, discrete: bool
 ) -> dict[str, Any]:
-    """Normalises the actions of all episodes by those of the train split, and returns the scale for the plan."""
-    width, names = train[0].tables["action"].shape[1], names or []
-    labels = names if len(names) == width else [str(number) for number in range(width)]
-    low, high = np.full(width, -1.0), np.full(width, 1.0)  # which leaves one-hot vectors as they are
+    """Normalises the actions of all episodes by those of the train split, and returns the scale for the plan.
+
+    What becomes -1 and 1 in each dimension is equal for a constant one, which is said, and stored as zero.
+    """
+    action = np.concatenate([episode.tables["action"][:-1] for episode in train])
+    named = names if len(names or []) == action.shape[1] else None
+    high = np.ones(action.shape[1])
+    low = -high  # which leaves one-hot vectors as they are
     if not discrete:
-        action = np.concatenate([episode.tables["action"][:-1] for episode in train])
-        low, high = scale_of(action, labels)
+        low, high = np.percentile(action, PERCENTILES, axis=0)
+        least, most = action.min(axis=0), action.max(axis=0)
+        smallest = CONSTANT * np.maximum(abs(least), abs(most))
+        moves_rarely = high - low <= smallest  # in less than 0.1% of the steps, if at all
+        low, high = np.where(moves_rarely, least, low), np.where(moves_rarely, most, high)
+        constant = high - low <= smallest
+        high = np.where(constant, low, high)
+        if constant.any():
+            labels = np.array(named or range(len(low))).astype(str)
+            print(f"actions: constant, stored as zero: {', '.join(labels[constant])}")
     span = np.where(high > low, high - low, np.inf)
     for episode in train + test:
         episode.tables["action"] = np.where(high > low, 2 * (episode.tables["action"] - low) / span - 1, 0)
-    return {"low": low.tolist(), "high": high.tolist(), "names": names if labels == names else None}
+    return {"low": low.tolist(), "high": high.tolist(), "names": named}
 
 
 def plan_arrays(episodes: list[Recording], schema: dict[str, tuple[str, tuple[int, ...]]]) -> dict[str, np.ndarray]:

@@ -1,5 +1,6 @@
 """import_data.py: real files of every kind it reads, and what is wrong with them."""
 
+import fnmatch
 import io
 import json
 import os
@@ -22,7 +23,7 @@ import tyro
 from PIL import Image
 
 import import_data
-from common import recordings, shards, store
+from common import lerobot, media, recordings, shards, store
 from common.cli import Range, UserError, declared_range
 from common.dataset import Dataset, Sampler
 from common.shards import frame_schema, write_shard
@@ -301,6 +302,68 @@ def test_folders_named_train_and_test_are_the_splits(tmp_path):
         assert np.array_equal(one["video/mask"], expected), name
 
 
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_one_name_in_train_and_test(tmp_path, mirrored):
+    """What belongs to it lies in folders train and test too, or cannot be told."""
+    for number, split in enumerate(("train", "test")):
+        write_video(tmp_path / f"source/{split}/1.mp4", 4 + number)
+        place = tmp_path / "actions" / (split if mirrored else ".")
+        place.mkdir(parents=True, exist_ok=True)
+        np.save(place / "1.npy", np.arange(4.0 + number)[:, None])
+    words = ("videos", tmp_path / "source", "--name", "own", "--size", 16)
+    run(tmp_path / "without", *words)
+    assert [Dataset(tmp_path / "without", "own", split).num_frames for split in ("train", "test")] == [4, 5]
+    if not mirrored:
+        with pytest.raises(
+            UserError, match="actions: train and test both have 1, so folders train and test are needed"
+        ):
+            run(tmp_path, *words, "--actions", tmp_path / "actions")
+        return
+    run(tmp_path, *words, "--actions", tmp_path / "actions")
+    assert Dataset(tmp_path, "own", "test").action_dim == 1
+
+
+def test_a_split_of_which_all_is_bad(tmp_path):
+    """Videos of the other one do not take its place."""
+    for name in ("train/a", "train/b", "test/c"):
+        write_video(tmp_path / f"source/{name}.mp4", 4)
+    (tmp_path / "source/test/c.mp4").write_bytes(b"")
+    with pytest.raises(UserError, match=r"2 episodes .* for training, 0 for testing; one is needed for each"):
+        run(tmp_path, "videos", tmp_path / "source", "--name", "own", "--size", 16, "--skip-bad")
+
+
+def test_names_of_what_is_beside(tmp_path, capsys):
+    """Suffixes in capitals, accents that are letters of their own, an empty folder; what is not taken is said."""
+    decomposed, composed = "cafe\u0301", "caf\u00e9"
+    for name in (decomposed, "b"):
+        write_video(tmp_path / f"source/{name}.mp4", 4)
+    write_video(tmp_path / "source/c.m4v", 4, output=("-f", "mp4"))
+    for folder in ("masks", "actions"):
+        (tmp_path / folder / "b").mkdir(parents=True)
+        for name in (composed, "b"):
+            shape = (4, 24, 32) if folder == "masks" else (4, 1)
+            with (tmp_path / folder / f"{name}.NPY").open("wb") as file:
+                np.save(file, np.ones(shape))
+    words = [word for folder in ("masks", "actions") for word in (f"--{folder}", tmp_path / folder)]
+    run(tmp_path, "videos", tmp_path / "source", "--name", "own", "--size", 24, *words)
+    assert "not taken: c.m4v; videos end in .avi" in capsys.readouterr().out
+    plan = plan_of(tmp_path)
+    assert plan["masks"] and plan["action_dim"] == 1 and len(opened(tmp_path)) == 2
+
+
+def test_errors_of_the_system_leave_nothing_out(tmp_path, clips):
+    """With --skip-bad too: they would drop an episode for good."""
+    for number in range(3):
+        write_actions(tmp_path / f"actions/clip{number + 9}.npy", np.zeros((8 + number, 1)))
+    path = tmp_path / "actions/clip9.npy"
+    path.unlink()
+    path.symlink_to("/proc/self/mem")  # reading it is an input/output error
+    words = ("videos", clips, "--name", "own", "--size", 16, "--actions", tmp_path / "actions", "--skip-bad")
+    with pytest.raises(OSError, match=r"Input/output error: '.*clip9\.npy'"):
+        run(tmp_path / "data", *words)
+    assert not list((tmp_path / "data").rglob("*.h5"))
+
+
 def test_an_episode_larger_than_a_shard_is_refused(tmp_path, clips, monkeypatch):
     monkeypatch.setattr(shards, "SHARD_BYTES", 9 * 16 * 16 * 3)
     with pytest.raises(UserError, match=r"an episode of 10 frames takes .* a shard has at most .* --clip-seconds"):
@@ -359,6 +422,82 @@ def test_actions_between_two_kept_frames_become_one(tmp_path, clips, reduce):
     assert np.allclose(dataset.original_action(found["action"][:-1])[:, 0], expected, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("first", "rows", "found"),
+    [
+        ("left,right\n", 10, 10),
+        ('\ufeff"left","right"\n', 9, 9),
+        ("# left, right\n", 9, 9),
+        ("0,1\n", 10, 10),  # pandas, columns without names
+        ("\ufeff0.5,1.5\n", 9, 10),  # a byte order mark and no header
+        ("\ufeff0.5,1.5\n", 8, 9),
+        ('"0.5","1.5"\n', 9, 10),
+        ("0,1\n", 8, 9),
+        ("+0.5,1e3\n", 9, 10),
+        ("NA,1\n", 9, 10),
+        (",0.5\n", 9, 10),
+        ("True,False\n", 0, 1),
+    ],
+)
+def test_what_is_a_header(tmp_path, first, rows, found):
+    """Whatever holds a number, nothing, true or false is a row, and no row is lost: with T-1 all would shift by one."""
+    path = tmp_path / "a.csv"
+    path.write_text(first + "0.25,0.75\n" * rows, encoding="utf-8")
+    columns, names = recordings.read_table(path, 10)
+    assert [len(column) for column in columns] == [found] * 2 and (names is None) == (found > rows)
+
+
+def test_columns_in_another_order(tmp_path, clips):
+    """They are put into the order of the first file, by their names."""
+    for number in range(3):
+        rows = np.stack([np.arange(8.0 + number), -10 * np.arange(8.0 + number)], axis=1)
+        names = ["left", "right"] if number != 1 else ["right", "left"]
+        table = pa.table({name: rows[:, "left right".split().index(name)] for name in names})
+        write_table(tmp_path / f"actions/clip{number + 9}.parquet", table)
+    run(tmp_path, "videos", clips, "--name", "own", "--size", 16, "--actions", tmp_path / "actions")
+    assert plan_of(tmp_path)["action_scale"]["names"] == ["left", "right"]
+    dataset = Dataset(tmp_path, "own", "train")
+    for one in opened(tmp_path).values():
+        steps = np.arange(len(one["action"]) - 1.0)
+        actions = dataset.original_action(one["action"][:-1])
+        assert np.allclose(actions, np.stack([steps, -10 * steps], axis=1), atol=1e-3)
+
+
+@pytest.mark.parametrize("how", ["last", "sum", "mean"])
+def test_actions_of_a_frame_that_is_shown_twice(how):
+    """A sum keeps the total; last and mean repeat."""
+    seconds = np.array([0, 0.1, 0.2, 0.3, 0.4, 0.7, 0.8, 0.9, 1.0])
+    action = 10.0 ** np.arange(9)[:, None]
+    recording = recordings.Recording("a", np.zeros((9, 2)), seconds, {"action": action})
+    assert recording.kept_frames(10, None).tolist() == [0, 1, 2, 3, 4, 4, 4, 5, 6, 7, 8]
+    found = recording.at_rate(10, None, how).tables["action"][:-1, 0]
+    repeated = [0, 0] if how == "sum" else [1e4, 1e4]
+    assert np.allclose(found, [1, 10, 100, 1000, *repeated, 1e4, 1e5, 1e6, 1e7])
+
+
+@pytest.mark.parametrize(
+    ("last", "kinds", "names", "said"),
+    [
+        (2.0, "iif", ["0", "1", "2"], "3 categories"),  # one file has floats, and all are whole
+        (np.nan, "fff", ["0", "1", "2"], "3 categories"),  # no last value, which makes a csv's integers floats
+        (2.0, "fff", None, "numbers, normalised"),
+        (0.5, "iif", None, "numbers, normalised"),
+    ],
+)
+def test_what_is_a_category(tmp_path, clips, capsys, last, kinds, names, said):
+    for number, kind in enumerate(kinds):
+        rows = (np.arange(8 + number) % 3).astype(float)
+        rows[-2:] = last if kind == "f" else 0
+        rows[-2] = 0 if np.isnan(rows[-2]) else rows[-2]
+        write_actions(tmp_path / f"actions/clip{number + 9}.npy", rows.astype({"i": int, "f": float}[kind]))
+    words = ("videos", clips, "--name", "own", "--size", 16, "--actions", tmp_path / "actions")
+    run(tmp_path, *words)
+    assert plan_of(tmp_path)["action_scale"]["names"] == names and f"actions: {said}" in capsys.readouterr().out
+    if names:
+        with pytest.raises(UserError, match=r"3 different integers, taken as categories, .* with --reduce last"):
+            run(tmp_path / "other", *words, "--reduce", "sum")
+
+
 def test_constant_and_rare_dimensions(tmp_path, clips, capsys):
     """A constant dimension is zero, which is said; one that moves in less than 0.1% of the steps keeps its range."""
     for number in range(3):
@@ -372,8 +511,9 @@ def test_constant_and_rare_dimensions(tmp_path, clips, capsys):
     assert (dataset.original_action(action)[:, 0] == 5).all()
     rare = np.zeros((2000, 1))
     rare[7] = 1
-    low, high = recordings.scale_of(rare, ["gripper"])
-    assert (low, high) == (0, 1)
+    episode = recordings.Recording("rare", np.zeros((2000, 2)), None, {"action": rare})
+    scale = recordings.normalise_actions([episode], [], ["gripper"], False)
+    assert scale == {"low": [0], "high": [1], "names": ["gripper"]}
 
 
 def test_discrete_actions_become_one_hot(tmp_path, clips):
@@ -474,7 +614,7 @@ def damage_text(folder: Path) -> str:
 def damage_masks(folder: Path) -> str:
     write_video(folder / "bad.mp4", 10)
     np.save(folder / "../masks/bad.npy", np.zeros((9, 24, 32), bool))
-    return r"bad\.npy: shape \(9, 24, 32\), expected \(frames, height, width\) = \(10, 24, 32\)"
+    return r"bad\.npy: 9 masks for 10 frames"
 
 
 def damage_labels(folder: Path) -> str:
@@ -486,7 +626,48 @@ def damage_labels(folder: Path) -> str:
 def damage_shape(folder: Path) -> str:
     write_video(folder / "bad.mp4", 10)
     np.save(folder / "../masks/bad.npy", np.zeros((10, 32, 24), np.uint8))
-    return r"bad\.npy: shape \(10, 32, 24\), expected"
+    return r"bad\.npy: mask 0 has the shape \(32, 24\), its frame \(24, 32\)"
+
+
+def damage_one_shape(folder: Path) -> str:
+    """A single mask of another size, which would be scaled by itself."""
+    write_video(folder / "bad.mp4", 3)
+    (folder / "../masks/bad").mkdir()
+    for number in range(3):
+        mask = np.zeros((24, 32) if number < 2 else (16, 16), bool)
+        Image.fromarray(mask).save(folder / f"../masks/bad/{number}.png")
+    return r"masks/bad: mask 2 has the shape \(16, 16\), its frame \(24, 32\)"
+
+
+def damage_mask(folder: Path) -> str:
+    damage_one_shape(folder)
+    os.truncate(folder / "../masks/bad/1.png", 20)
+    return r"masks/bad/1\.png: cannot be read as a mask"
+
+
+def damage_columns(folder: Path) -> str:
+    write_video(folder / "odd.mp4", 10)
+    (folder / "../actions/odd.csv").write_text("up,down\n" + "0.5,1.5\n" * 10, encoding="utf-8")
+    return r"odd\.csv: row 0: the columns differ between files: left, right and up, down"
+
+
+def damage_kind(folder: Path) -> str:
+    write_video(folder / "bad.mp4", 10)
+    np.save(folder / "../actions/bad.npy", np.zeros(10, "M8[s]"))
+    return r"bad\.npy: datetime64\[s\] of shape \(10,\) where numbers are expected"
+
+
+def damage_width(folder: Path) -> str:
+    write_video(folder / "bad.mp4", 10)
+    np.save(folder / "../actions/bad.npy", np.zeros((10, 0)))
+    return r"bad\.npy: float64 of shape \(10, 0\) where numbers are expected"
+
+
+def damage_header(folder: Path) -> str:
+    """As pandas writes columns without names, and T-1 rows."""
+    write_video(folder / "bad.mp4", 10)
+    (folder / "../actions/bad.csv").write_text("0,1\n" + "0.5,1.5\n" * 9, encoding="utf-8")
+    return r"bad\.csv: is 0,1 above it a header\? Name the columns"
 
 
 DAMAGES = {name.removeprefix("damage_"): make for name, make in list(globals().items()) if name.startswith("damage_")}
@@ -498,21 +679,23 @@ def test_a_bad_video_is_an_error_or_left_out(tmp_path, clips, capsys, damage):
     folder = tmp_path / "source"
     shutil.copytree(clips, folder)
     words = ["--fps", 5]
-    beside = {"masks": "masks", "labels": "masks", "shape": "masks"}
-    beside |= dict.fromkeys(("rows", "nan", "absent", "text"), "actions")
+    beside = dict.fromkeys(("masks", "labels", "shape", "one_shape", "mask"), "masks")
+    beside |= dict.fromkeys(("rows", "nan", "absent", "text", "columns", "kind", "width", "header"), "actions")
     if damage in beside:
         kind = beside[damage]
         words += [f"--{kind}", tmp_path / kind]
         (tmp_path / kind).mkdir()
         for number in range(3):
+            if damage == "columns":
+                write_actions(tmp_path / f"actions/clip{number + 9}.csv", np.ones((8 + number, 2)) * number)
+                continue
             rows = np.linspace(0, 1, 8 + number)[:, None] if kind == "actions" else np.zeros((8 + number, 24, 32))
             np.save(tmp_path / kind / f"clip{number + 9}.npy", rows)
     message = DAMAGES[damage](folder)
     with pytest.raises(UserError, match=message) as caught:
         run(tmp_path / "data", "videos", folder, "--name", "own", "--size", 16, *words)
     assert str(caught.value).isprintable() and "--skip-bad" in str(caught.value)
-    if damage not in ("sizes", "image"):  # which show when images are decoded
-        assert not list((tmp_path / "data").rglob("0*.h5"))
+    assert not list((tmp_path / "data").rglob("*.h5"))
     shutil.rmtree(tmp_path / "data")
     run(tmp_path / "data", "videos", folder, "--name", "own", "--size", 16, *words, "--skip-bad")
     assert {source for source, _ in opened(tmp_path / "data")} == {f"clip{number}.mp4" for number in (9, 10, 11)}
@@ -524,7 +707,9 @@ def test_a_bad_video_is_an_error_or_left_out(tmp_path, clips, capsys, damage):
     [
         (("--name", "cheetah-run"), "--name 'cheetah-run': take letters"),
         (("--name", "a b"), "--name 'a b': take letters"),
+        (("--name", "DAVIS"), "--name 'DAVIS': take letters"),
         (("--size", 20), "--size is 20, must be a multiple of 8"),
+        (("--size", 99999999992), "--size is 99999999992, must be from 8 to 4096"),
         (("--fps", 0), "--fps is 0.0, must be"),
         (("--test", 2), "--test is 2.0, must be from 0 to 1"),
         (("--masks", "nowhere"), "nowhere: no such folder"),
@@ -542,7 +727,7 @@ def test_a_folder_without_videos(tmp_path):
         run(tmp_path, "videos", tmp_path / "source", "--name", "own")
     (tmp_path / "one").mkdir()
     write_images(tmp_path / "one/episode", 2)
-    with pytest.raises(UserError, match="1 episodes of two frames and more; two are needed"):
+    with pytest.raises(UserError, match="1 episodes of two frames and more for training, 0 for testing; one is needed"):
         run(tmp_path, "videos", tmp_path / "one", "--name", "own")
 
 
@@ -741,6 +926,21 @@ def fault_long_video(root: Path) -> str:
     return r"episode_000001\.mp4: has 9 frames, its episodes have 7"
 
 
+def fault_list(root: Path) -> str:
+    path = root / "meta/episodes.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    lines[1] = lines[1][:20]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return r"meta/episodes\.jsonl: cannot be read as a list of episodes, at .*episode_index"
+
+
+def fault_length(root: Path) -> str:
+    path = root / "meta/episodes.jsonl"
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace(f'"length": {LENGTHS[1]}', '"length": null'), encoding="utf-8")
+    return r"meta/episodes\.jsonl: cannot be read as a list of episodes, at .*NoneType"
+
+
 def fault_nan(root: Path) -> str:
     path = root / "data/chunk-000/episode_000001.parquet"
     table = pq.read_table(path)
@@ -787,32 +987,89 @@ def test_a_bad_episode_is_an_error_or_left_out(tmp_path, robots, capsys, fault):
     run(data_dir, "lerobot", tmp_path / "robot", "--name", "own", "--size", 16, "--skip-bad")
     assert {source for source, _ in opened(data_dir)} == {f"episode {episode}" for episode in (0, 2, 3, 4)}
     assert re.search(f"left out: .*{message}", capsys.readouterr().out)
+    if fault != "list":  # whose number is not known
+        run(tmp_path / "others", "lerobot", tmp_path / "robot", "--name", "own", "--size", 16, "--episodes", "2:5")
+        assert {source for source, _ in opened(tmp_path / "others")} == {f"episode {episode}" for episode in (2, 3, 4)}
+
+
+def test_a_bad_picture_in_a_table(tmp_path, capsys):
+    write_lerobot(tmp_path / "robot", "v3.0", cameras=(THUMB,))
+    path = tmp_path / "robot/data/chunk-000/file-001.parquet"
+    table = pq.read_table(path)
+    pictures = table[THUMB].to_pylist()
+    pictures[2]["bytes"] = pictures[2]["bytes"][:40]
+    pq.write_table(table.set_column(table.column_names.index(THUMB), THUMB, pa.array(pictures)), path)
+    words = ("lerobot", tmp_path / "robot", "--name", "own", "--size", 16)
+    with pytest.raises(UserError, match=r"file-001\.parquet: a picture in it cannot be read .* --skip-bad"):
+        run(tmp_path / "data", *words)
+    assert not list((tmp_path / "data").rglob("*.h5"))
+    run(tmp_path, *words, "--skip-bad")
+    found = opened(tmp_path)
+    assert {source for source, _ in found} == {f"episode {episode}" for episode in (0, 1, 2, 4)}
+    assert found["episode 4", 0.0]["shown"] == list(range(4, 15))
+    assert "left out: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("version", "files"), [("v2.1", (1, 2)), ("v3.0", (0,))])
+def test_what_is_fetched_from_the_hub(tmp_path, robots, monkeypatch, version, files):
+    """The list first, then what belongs to the episodes that are wanted. Here the hub is a folder."""
+    fetched = tmp_path / "hub"
+
+    def fetch(repository: str, patterns: list[str]) -> Path:
+        for path in robots[version].rglob("*"):
+            name = str(path.relative_to(robots[version]))
+            if path.is_file() and any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
+                (fetched / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, fetched / name)
+        return fetched
+
+    monkeypatch.setattr(lerobot, "fetch", fetch)
+    run(tmp_path, "lerobot", "someone/robot", "--name", "own", "--size", 16, "--episodes", "1:3")
+    assert {source for source, _ in opened(tmp_path)} == {"episode 1", "episode 2"}
+    videos = sorted(path.name for path in fetched.rglob("*.mp4"))
+    assert videos == [f"episode_{n:06d}.mp4" if version == "v2.1" else f"file-{n:03d}.mp4" for n in files]
+    assert len(list(fetched.glob("data/**/*.parquet"))) == 2
 
 
 def meta_no_dataset(root: Path) -> str:
     shutil.rmtree(root / "meta")
-    return r"meta/info\.json: no description of a LeRobot dataset \(.*No such file"
+    return r"meta/info\.json: cannot be read as the description of a LeRobot dataset \(.*No such file"
 
 
 def meta_empty_description(root: Path) -> str:
     (root / "meta/info.json").write_text("", encoding="utf-8")
-    return r"meta/info\.json: no description of a LeRobot dataset"
+    return r"meta/info\.json: cannot be read as the description of a LeRobot dataset"
 
 
 def meta_no_fields(root: Path) -> str:
     (root / "meta/info.json").write_text("{}", encoding="utf-8")
-    return r"meta/info\.json: lacks codebase_version, features, fps"
+    return r"meta/info\.json: codebase_version is None, fps is None, features is None; the formats"
+
+
+def edit_information(root: Path, **changes: Any) -> None:
+    path = root / "meta/info.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+
+
+def meta_no_features(root: Path) -> str:
+    edit_information(root, features=[])
+    return r"meta/info\.json: features is \[\]; the formats"
+
+
+def meta_no_rate(root: Path) -> str:
+    edit_information(root, fps="10")
+    return r"meta/info\.json: fps is 10; the formats"
 
 
 def meta_other_format(root: Path) -> str:
     text = (root / "meta/info.json").read_text(encoding="utf-8")
     (root / "meta/info.json").write_text(text.replace('"v3.0"', '"v1.6"'), encoding="utf-8")
-    return r"meta/info\.json: format v1\.6; the formats v2\.1 and v3\.0 can be read"
+    return r"meta/info\.json: codebase_version is v1\.6; the formats v2\.1 and v3\.0 can be read"
 
 
 def meta_no_list(root: Path) -> str:
     shutil.rmtree(root / "meta/episodes")
-    return "meta/episodes: lists no episodes"
+    return "meta: lists 0 episodes"
 
 
 def meta_empty_list(root: Path) -> str:
@@ -841,7 +1098,7 @@ def meta_beyond_the_video(root: Path) -> str:
             }
         ),
     )
-    return r"file-00[01]\.mp4: has (34|20) frames, its episodes have (19|35); .* the lists are wrong"
+    return r"file-00[01]\.mp4: has (34|20) frames, its episodes have (19|35)"
 
 
 def meta_times(root: Path) -> str:
@@ -867,6 +1124,8 @@ def test_faults_of_the_description(tmp_path, robots, fault):
         (("--camera", "eye"), f"no camera eye; choose with --camera one of: {FRONT}"),
         (("--action", "torque"), "--action torque: .* has no such feature; it has .*action"),
         (("--episodes", "3"), "--episodes 3: write the first one"),
+        (("--episodes", "4:2"), "meta: lists 5 episodes, 0 to 4, none of them in --episodes 4:2"),
+        (("--episodes", "7:9"), "meta: lists 5 episodes, 0 to 4, none of them in --episodes 7:9"),
         (("--fps", 5, "--stride", 2), "--fps and --stride both say"),
     ],
 )
@@ -1061,9 +1320,59 @@ def test_other_files_are_noticed(tmp_path, clips):
     run(tmp_path, *words)
     write_video(tmp_path / "source/more.mp4", 5)
     with pytest.raises(
-        UserError, match=r"made with other settings or from other files \(files: .* remove .*own to import"
+        UserError, match=r"from other files \(files\.folder/more\.mp4: None -> \d+\)\. Use .* remove .*own to import"
     ):
         run(tmp_path, *words)
+
+
+@pytest.mark.parametrize("kind", ["hidden", "folder", "latin1"])
+def test_what_a_later_run_finds(tmp_path, clips, kind):
+    """Files that are not read do no harm, others are told by their place; a name that is not UTF-8 is one line."""
+    source = tmp_path / "source"
+    shutil.copytree(clips, source / "videos" if kind == "folder" else source)
+    write_images(source / "images", 4)
+    words = ("videos", source, "--name", "own", "--size", 16)
+    if kind == "folder":
+        shutil.copytree(source / "videos", tmp_path / "actions/a")
+        words = ("videos", source / "videos", "--name", "own", "--size", 16)
+    run(tmp_path, *words)
+    if kind == "hidden":
+        for name in (".DS_Store", "images/._0.png", "notes.txt", "images/Thumbs.db"):
+            (source / name).write_bytes(b"nothing")
+        run(tmp_path, *words)
+    elif kind == "folder":
+        (source / "videos/clip9.mp4").rename(source / "videos/clip8.mp4")
+        message = r"\(files\.folder/clip8\.mp4: None -> \d+; files\.folder/clip9\.mp4: \d+ -> None\)"
+        with pytest.raises(UserError, match=message):
+            run(tmp_path, *words)
+    else:
+        os.rename(source / "images/2.png", os.fsencode(source / "images") + b"/\xe9.png")
+        with pytest.raises(UserError, match="its name is not UTF-8; rename it"):
+            run(tmp_path, *words)
+
+
+def test_robots_files_are_noticed(tmp_path, robots):
+    """A video that was missing and is there again; hidden files do no harm."""
+    shutil.copytree(robots["v2.1"], tmp_path / "robot")
+    video = next((tmp_path / "robot").rglob("episode_000001.mp4"))
+    content = video.read_bytes()
+    video.unlink()
+    for name in ("data/chunk-000/._episode_000000.parquet", "meta/.DS_Store"):
+        (tmp_path / "robot" / name).write_bytes(b"nothing")
+    words = ("lerobot", tmp_path / "robot", "--name", "own", "--size", 16, "--skip-bad")
+    run(tmp_path, *words)
+    run(tmp_path, *words)
+    video.write_bytes(content)
+    with pytest.raises(UserError, match=r"files\.videos/.*episode_000001\.mp4: None -> \d+"):
+        run(tmp_path, *words)
+
+
+def test_a_long_video_is_decoded_once_for_all_shards(tmp_path, monkeypatch):
+    write_video(tmp_path / "source/long.mp4", 60)
+    decoded, frames = [], media.timed_frames
+    monkeypatch.setattr(media, "timed_frames", lambda path: (decoded.append(1) or frame for frame in frames(path)))
+    run(tmp_path, "videos", tmp_path / "source", "--name", "own", "--size", 16, "--clip-seconds", 0.5)
+    assert len(Dataset(tmp_path, "own", "train").shards) > 4 and len(decoded) <= 120
 
 
 def test_no_simulator_is_imported(tmp_path, clips):

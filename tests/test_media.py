@@ -94,7 +94,7 @@ def test_names_with_the_same_number_or_not_in_utf8_are_refused(tmp_path, place):
     double = names[-1] if place == "episodes" else names[0]
     assert_refused(read, tmp_path, f"({copy} and {double}|{double} and {copy}) have the same number")
     os.rename(tmp_path / copy, os.fsencode(tmp_path) + b"/caf\xe9" + os.fsencode(Path(copy).suffix))
-    assert_refused(read, tmp_path, r"the name b'caf\\xe9.*' in it is not UTF-8")
+    assert_refused(read, tmp_path, r"caf\\xe9.*': its name is not UTF-8")
 
 
 # --- images and masks ---
@@ -255,6 +255,15 @@ def test_frames_at_a_variable_rate_and_turned_frames_are_read_as_stored(videos):
     assert np.array_equal(np.stack(frames).tobytes(), (videos / "pixels").read_bytes())
     upright, turned = (next(media.frames(videos / name)) for name in ("h264.mp4", "rotated.mp4"))
     assert np.array_equal(turned, np.rot90(upright))
+
+
+def test_frames_of_equal_times_are_all_read(videos, tmp_path):
+    """As Matroska stores them that were less than a millisecond apart."""
+    raw = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", "64x48", "-r", "3000", "-i", videos / "pixels"]
+    ffmpeg(*raw, "-fps_mode", "passthrough", "-c:v", "libx264rgb", "-qp", "0", "-bf", "0", tmp_path / "fast.mkv")
+    times, frames = zip(*media.timed_frames(tmp_path / "fast.mkv"))
+    assert np.stack(frames).tobytes() == (videos / "pixels").read_bytes()
+    assert (np.diff(times) >= 0).all() and (np.diff(times) == 0).any()
 
 
 @pytest.mark.parametrize("name", NAMES)
