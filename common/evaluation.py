@@ -54,6 +54,8 @@ def table(
     """`function` (to (B, ...)) at the frames `indices` (N,), in their order, once per run: (N, ...) on the host."""
 
     def compute() -> Tensor:
+        if not len(indices):
+            return torch.empty(0)
         progress, rows, done = Progress(f"{run.script} {name}", len(indices), "transitions"), torch.empty(0), 0
         for values, _ in outputs(function, dataset, indices=indices, **windows):
             if not done:
