@@ -279,9 +279,9 @@ def run_import(options: Any, folder: Path) -> None:
         lerobot.fetch(authors.REPOSITORIES[get_task(options.task).suite], found["files"])
     masks = {file: options.masks / name for file, name in found["masks"].items()}
     pictures = Pictures(source.root, found["files"], found["columns"], masks)
-    for name, one in plan.attributes["plans"].items():
-        about = one | {"source": one["source"] | {"plan": plan.content_hash}}
-        splits[folder / name] = Split(folder / name, about)
+    for name in SPLITS:  # in the order of the frames in a video that is cut
+        about = plan.attributes["plans"][name]
+        splits[folder / name] = Split(folder / name, about | {"source": about["source"] | {"plan": plan.content_hash}})
         splits[folder / name].scan()
 
     def is_missing(path: Path) -> bool:
