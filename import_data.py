@@ -147,7 +147,7 @@ def open_source(options: Videos | Lerobot | Authors) -> tuple[Source, Callable[[
     """Where the data are, what reads them, and the files by whose names and sizes a later run knows them again."""
     if isinstance(options, Videos):
         pictures = media.VIDEO_SUFFIXES | media.IMAGE_SUFFIXES
-        suffixes = {"folder": pictures, "masks": media.IMAGE_SUFFIXES | {".npy"}, "actions": recordings.TABLES}
+        suffixes = {"folder": pictures, "masks": media.IMAGE_SUFFIXES | {".npy"}, "actions": {*recordings.TABLES}}
         source, files = Source(options.folder, options.skip_bad), {}
         for name, read in suffixes.items():
             if (folder := getattr(options, name)) is not None:
@@ -173,7 +173,7 @@ def plan_own(options: Videos | Lerobot, source: Source) -> dict[str, Any]:
     groups = recordings.cut_recordings(
         source, lambda one: one.at_rate(options.fps, stride, options.reduce).clips(options.clip_seconds)
     )
-    train, test = recordings.split_episodes(groups, options.test, options.seed)
+    train, test = recordings.split_episodes(source, groups, options.test, options.seed)
     source.recordings = train + test
     width = {name: recordings.common_width(name, train + test) for name in ("action", "state")}
     scale = recordings.normalise_actions(train, test, source.action_names, discrete) if width["action"] else None
@@ -196,15 +196,11 @@ def make_plan(path: Path, options: Any, source: Source, read: Callable[[], Any],
     """Reads everything once, and writes the plans of both splits, where each frame is, and the numbers."""
     plan = read() or plan_own(options, source)
     digest = hashlib.sha256(json.dumps(settings["files"], sort_keys=True).encode()).hexdigest()
-    plans = {}
-    for split in SPLITS:
-        lengths = [len(episode.place) for episode in source.recordings if episode.split == split]
-        about = {"split": split, "source": settings | {"files": digest}}
-        plans[split] = plan | shards.divide(plan, lengths) | about
-    episodes = {
-        "source": [episode.name for episode in source.recordings],
-        "start_seconds": [0.0 if each.seconds is None else float(each.seconds[0]) for each in source.recordings],
-    }
+    lengths = {split: [len(one.place) for one in source.recordings if one.split == split] for split in SPLITS}
+    about = {"source": settings | {"files": digest}}
+    plans = {split: plan | shards.divide(plan, each) | {"split": split} | about for split, each in lengths.items()}
+    starts = [0.0 if one.seconds is None else float(one.seconds[0]) for one in source.recordings]
+    episodes = {"source": [one.name for one in source.recordings], "start_seconds": starts}
     found = {name: getattr(source, name) for name in ("columns", "masks", "skipped")} | {"files": list(source.files)}
     attributes = {"settings": settings, "plans": plans, "episodes": episodes, "source": found}
     arrays = recordings.plan_arrays(source.recordings, frame_schema(plan))
@@ -222,7 +218,7 @@ def read_plan(path: Path, settings: dict[str, Any]) -> store.StoredFile | None:
         return None
     if lines := store.differences(plan.attributes["settings"], settings):
         raise UserError(
-            f"{path}: made with other settings or from other files ({'; '.join(lines[:5])}). Use the same arguments to "
+            f"{path}: made with other settings or from other files ({'; '.join(line[:150] for line in lines[:5])}). Use the same arguments to "
             f"resume, another --data-dir for a new set, or remove {path.parent} to import again"
         )
     return plan
@@ -279,9 +275,9 @@ def run_import(options: Any, folder: Path) -> None:
         lerobot.fetch(authors.REPOSITORIES[get_task(options.task).suite], found["files"])
     masks = {file: options.masks / name for file, name in found["masks"].items()}
     pictures = Pictures(source.root, found["files"], found["columns"], masks)
-    for name, one in plan.attributes["plans"].items():
-        about = one | {"source": one["source"] | {"plan": plan.content_hash}}
-        splits[folder / name] = Split(folder / name, about)
+    for name in SPLITS:  # in the order of the frames in a video that is cut
+        about = plan.attributes["plans"][name]
+        splits[folder / name] = Split(folder / name, about | {"source": about["source"] | {"plan": plan.content_hash}})
         splits[folder / name].scan()
 
     def is_missing(path: Path) -> bool:

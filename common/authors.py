@@ -95,7 +95,6 @@ def read_authors(
     if "pred_mask" in pq.read_schema(source.root / min(source.files, key=source.files.get)).names:
         source.columns["sam/mask"] = "pred_mask"
     moving = 0.0 if meta_world else DIFFICULTY[distractor]
-    # Which clips of DAVIS they took is not known.
     distractors = {"backgrounds": "davis", "clips": None, "camera_scale": moving, "color_scale": moving}
     return {
         "env": task.name,
@@ -108,5 +107,5 @@ def read_authors(
         "success": meta_world,
         "expert": "authors",
         "expert_sha256": "",
-        "distractors": distractors if "distractor" in observations else None,
+        "distractors": distractors if "distractor" in observations else None,  # which clips they took is not known
     }

@@ -109,9 +109,10 @@ def open_robot(place: str, camera: str | None, episodes: str | None) -> Robot:
         root, on_hub = fetch(place, ["meta/*"]), True
     information, camera = read_information(root, camera)
     listed = read_list(root, information, camera)
-    wanted = {number: listed[number] for number in listed if isinstance(number, str) or number in chosen}
+    numbers = sorted(listed, key=lambda number: (isinstance(number, int), number))
+    wanted = {number: listed[number] for number in numbers if isinstance(number, str) or number in chosen}
     if not wanted:
-        which = f", {min(listed)} to {max(listed)}, none of them in --episodes {episodes}" if listed else ""
+        which = f", {numbers[0]} to {numbers[-1]}, none of them in --episodes {episodes}" if listed else ""
         raise UserError(f"{root / 'meta'}: lists {len(listed)} episodes{which}")
     in_tables = information["features"][camera]["dtype"] == "image"
     videos = {entry[0].partition("/")[2] for entry in wanted.values() if isinstance(entry, tuple) and not in_tables}
@@ -141,19 +142,6 @@ def find_video(root: Path, file: str) -> Path:
     raise UserError(f"{root / file}: no such video, but it is listed")
 
 
-def find_clashes(wanted: Listed) -> dict[int | str, str]:
-    """The episodes that claim frames of others, and what they claim."""
-    clashes, ends = {}, {}
-    claims = sorted((*entry, number) for number, entry in wanted.items() if isinstance(entry, tuple) and entry[0])
-    for file, first, length, number in claims:
-        end, other = ends.get(file, (0, number))
-        if first < end:
-            text = f"episodes {other} and {number} claim the same frames of {file}; the list is wrong"
-            clashes |= {other: text, number: text}
-        ends[file] = max((first + length, number), (end, other))
-    return clashes
-
-
 def read_lerobot(source: Source, robot: Robot, action: str | None) -> None:
     """Episodes of a robot's dataset in the format v2.1 or v3.0."""
     root, fps, features = robot.root, robot.information["fps"], robot.information["features"]
@@ -165,9 +153,8 @@ def read_lerobot(source: Source, robot: Robot, action: str | None) -> None:
     source.columns = {"video/observation": robot.camera} if robot.in_tables else {}
 
     # Rows are grouped by what they say of themselves: lists of episodes at times name wrong files.
-    indices = {"episode": "episode_index", "frame": "frame_index"}
     tables = [path for path in robot.files if path.suffix == ".parquet" and root / "data" in path.parents]
-    parts = list(read_rows(source, tables, keys | indices))
+    parts = list(read_rows(source, tables, keys | {"episode": "episode_index", "frame": "frame_index"}))
     if not parts:
         raise UserError(f"{root / 'data'}: holds no tables that can be read; copy the dataset again")
     with media.readable(root / "data", "tables of one kind"):
@@ -175,27 +162,26 @@ def read_lerobot(source: Source, robot: Robot, action: str | None) -> None:
     order = np.lexsort((rows["frame"][:, 0], rows["episode"][:, 0]))
     rows = {name: values[order] for name, values in rows.items()}
 
-    pictures, clashes = Pictures(root, source.files, source.columns, {}), find_clashes(robot.wanted)
+    pictures = Pictures(root, source.files, source.columns, {})
     good = [entry for entry in robot.listed.values() if isinstance(entry, tuple)]
     ends: dict[str, int] = defaultdict(int)  # the frames that each video must have
     for file, first, length in good:
         ends[file] = max(ends[file], first + length)
+    claims: dict[str, list[tuple[int, int, int | str]]] = defaultdict(list)  # on the frames of each video
+    for number, entry in robot.wanted.items():
+        if isinstance(entry, tuple):
+            claims[entry[0]].append((entry[1], entry[1] + entry[2], number))
 
     def count(file: str) -> tuple[Path, int] | None:
-        if not file:
-            return None
-        path = find_video(root, file)
-        return path, len(decode_all(path))
+        path = find_video(root, file) if file else None
+        return path and (path, len(decode_all(path)))
 
-    wanted = dict(sorted(robot.wanted.items(), key=lambda item: (isinstance(item[0], int), item[0])))
-    files = [entry[0] if isinstance(entry, tuple) else "" for entry in wanted.values()]
+    files = [entry[0] if isinstance(entry, tuple) else "" for entry in robot.wanted.values()]
     with contextlib.closing(in_threads(count, files, str(root))) as jobs:
-        for (number, entry), job in zip(wanted.items(), jobs):
+        for (number, entry), job in zip(robot.wanted.items(), jobs):
             with source.checked():
                 if isinstance(entry, UserError):
                     raise entry
-                if number in clashes:
-                    raise UserError(f"{root / 'meta'}: {clashes[number]}")
                 file, first, length = entry
                 mine = slice(*np.searchsorted(rows["episode"][:, 0], (number, number + 1)))
                 place, values = rows["place"][mine], {name: rows[name][mine] for name in keys}
@@ -212,11 +198,14 @@ def read_lerobot(source: Source, robot: Robot, action: str | None) -> None:
                     if stop_requested():
                         raise Stopped("nothing was written")
                 else:
+                    for start, end, other in claims[file]:
+                        if start < first + length and first < end and other != number:
+                            raise UserError(f"{root / 'meta'}: {number} and {other} claim the same frames of {file}")
                     path, frames = job.result()
                     # Where an entry is bad, more frames than those of the good ones are as it should be.
                     if frames < ends[file] or (frames > ends[file] and len(good) == len(robot.listed)):
                         raise UserError(f"{path}: has {frames} frames, its episodes have {ends[file]}")
-                    place = np.stack([np.full(length, source.number(path)), first + np.arange(length)], axis=1)
+                    place = np.stack(np.broadcast_arrays(source.number(path), first + np.arange(length)), axis=1)
                 source.recordings.append(Recording(f"episode {number}", place, np.arange(length) / fps, values, row_of))
 
 

@@ -5,6 +5,7 @@ Whatever is wrong with a file is a `UserError` of one line that names it.
 
 import contextlib
 import errno
+import io
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import tempfile
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
+from typing import Any
 
 import imageio_ffmpeg
 import numpy as np
@@ -136,6 +138,22 @@ def read_mask(path: Path) -> np.ndarray:
 
 def _has_16_bits(image: Image.Image) -> bool:
     return image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG")  # I before Pillow 11
+
+
+def stored_picture(value: Any, path: Path, is_mask: bool) -> np.ndarray:
+    """A picture in a table: a struct of bytes and path, or lists of numbers, HWC or CHW."""
+    if isinstance(value, dict):
+        try:
+            image = read_image(io.BytesIO(value["bytes"]) if value["bytes"] else path.parent / value["path"])
+        except UserError as error:
+            raise UserError(f"{path}: a picture in it {str(error).partition(': ')[2]}") from error
+    else:
+        image = np.array(value, np.uint8)
+        if image.ndim == 3 and image.shape[0] in (1, 3) and image.shape[2] > 3:
+            image = image.transpose(1, 2, 0)
+    if is_mask:
+        return image.any(axis=2) if image.ndim == 3 else image > 0
+    return image
 
 
 def open_masks(path: Path) -> tuple[int, Callable[[int], np.ndarray]]:

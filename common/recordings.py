@@ -27,10 +27,10 @@ from common.cli import Progress, Stopped, UserError, stop_requested
 SPLITS = ("train", "test")
 TABLES = (".npy", ".csv", ".parquet")
 MASKS = (".npy", "/")  # a slash stands for a folder of images
-CORES = len(os.sched_getaffinity(0))
 PERCENTILES = (0.1, 99.9)  # of the train actions in a dimension, which become -1 and 1
 CONSTANT = 1e-6  # the range, relative to the values, below which a dimension counts as constant
 MOST_CATEGORIES = 1000
+Episodes = list["Recording"]
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Recording:
     seconds: np.ndarray | None  # float64 (T,), None where no rate is known
     tables: dict[str, np.ndarray] = field(default_factory=dict)  # action (T or T-1, A), state (T, S), ...
     row: Callable[[int], str] = str  # file and number of a row of the tables, for messages
-    split: str | None = None  # train or test, where the data say so
+    split: str | None = None  # train or test; None until `split_episodes`, unless the data say so
 
     def kept_frames(self, fps: float | None, stride: int | None) -> np.ndarray:
         """The frames that are shown at the beats of a rate, or every stride-th: int64 (K,), rising, not strictly."""
@@ -86,7 +86,7 @@ class Recording:
             seconds = np.arange(len(kept)) / fps
         return replace(self, place=self.place[kept], seconds=seconds, tables=tables)
 
-    def clips(self, length: float | None) -> "list[Recording]":
+    def clips(self, length: float | None) -> Episodes:
         """Parts of so many seconds, the last one shorter; their last actions lead out of them. None: all of it."""
         if length is None:
             return [self]
@@ -112,7 +112,7 @@ class Source:
     columns: dict[str, str] = field(default_factory=dict)  # array of a shard -> column with pictures; empty for videos
     masks: dict[str, str] = field(default_factory=dict)  # file -> its masks, relative to the masks' folder
     skipped: list[str] = field(default_factory=list)
-    recordings: list[Recording] = field(default_factory=list)
+    recordings: Episodes = field(default_factory=list)
     action_names: list[str] | None = None
 
     def number(self, path: Path) -> int:
@@ -137,8 +137,7 @@ class Pictures:
     def __init__(self, root: Path, files: Iterable[str], columns: dict[str, str], masks: dict[str, Path]):
         self.paths, self.columns = [root / file for file in files], columns
         self.masks = {root / file: path for file, path in masks.items()}
-        self.path: Path | None = None
-        self.number = -1  # of the frame, or the row group, that was read last
+        self.path, self.number = None, -1  # the file, and the frame or row group in it, that was read last
 
     def read(self, file: int, number: int) -> dict[str, np.ndarray]:
         """Array of a shard -> uint8 (H, W, 3), or bool (H, W) for masks."""
@@ -166,23 +165,7 @@ class Pictures:
             self.group = self.table.read_row_group(group, columns=sorted(set(self.columns.values())))
             self.number = group
         values = {name: self.group[key][row - self.starts[group]].as_py() for name, key in self.columns.items()}
-        return {name: _picture(value, name, path) for name, value in values.items()}
-
-
-def _picture(value: Any, name: str, path: Path) -> np.ndarray:
-    """A picture in a table: a struct of bytes and path, or lists of numbers, HWC or CHW."""
-    if isinstance(value, dict):
-        try:
-            image = media.read_image(io.BytesIO(value["bytes"]) if value["bytes"] else path.parent / value["path"])
-        except UserError as error:
-            raise UserError(f"{path}: a picture in it {str(error).partition(': ')[2]}") from error
-    else:
-        image = np.array(value, np.uint8)
-        if image.ndim == 3 and image.shape[0] in (1, 3) and image.shape[2] > 3:
-            image = image.transpose(1, 2, 0)
-    if name.endswith("/mask"):
-        return image.any(axis=2) if image.ndim == 3 else image > 0
-    return image
+        return {name: media.stored_picture(value, path, name.endswith("/mask")) for name, value in values.items()}
 
 
 # ---------------------------------------------------------------------------------------------------- files and tables
@@ -242,8 +225,7 @@ def read_rows(source: Source, paths: Iterable[Path], keys: dict[str, str]) -> It
             file, start = pq.ParquetFile(path), 0
             for group in range(file.num_row_groups):
                 table = file.read_row_group(group, columns=list(keys.values()))
-                rows = start + np.arange(table.num_rows)
-                place = np.stack([np.full(table.num_rows, source.number(path)), rows], axis=1)
+                place = np.stack(np.broadcast_arrays(source.number(path), start + np.arange(table.num_rows)), axis=1)
                 yield {name: matrix(table[key], path) for name, key in keys.items()} | {"place": place}
                 start += table.num_rows
 
@@ -294,7 +276,7 @@ def decode_all(path: Path, masks: Path | None = None) -> list[float | None]:
 
 def in_threads(work: Callable[[Any], Any], items: list[Any], name: str) -> Iterator[Future]:
     """The finished job of each item, in order. Equal items share one. Close it to cancel those that wait."""
-    pool = ThreadPoolExecutor(CORES)  # decoding is ffmpeg's work
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))  # decoding is ffmpeg's work
     try:
         jobs = {item: pool.submit(work, item) for item in items}
         with Progress(name, len(items), "recordings") as progress:
@@ -313,8 +295,8 @@ def read_videos(source: Source, masks: Path | None, actions: Path | None) -> Non
     listed = [path for folder in (splits if split_by_folder else [source.root]) for path in media.listing(folder)]
     paths = [path for path in listed if media.kind_of(path) in media.VIDEO_SUFFIXES | {"/"}]
     if others := sorted({path.name for path in listed} - {path.name for path in paths}):
-        print(f"not taken: {', '.join(others[:9])}{' ...' if others[9:] else ''}; videos end in", end=" ")
-        print(", ".join(sorted(media.VIDEO_SUFFIXES)))
+        kinds = " ".join(sorted(media.VIDEO_SUFFIXES))
+        print(f"not taken: {', '.join(others[:9])}{' ...' if others[9:] else ''}; videos end in {kinds}")
     if not paths:
         raise UserError(f"{source.root}: holds no video files and no folders of images, one for each episode")
     names = [(path.parent, media.episode_name(path)) for path in paths]
@@ -356,7 +338,7 @@ def read_videos(source: Source, masks: Path | None, actions: Path | None) -> Non
 # --------------------------------------------------------------------------------------------------- splits and actions
 
 
-def cut_recordings(source: Source, cut: Callable[[Recording], list[Recording]]) -> list[list[Recording]]:
+def cut_recordings(source: Source, cut: Callable[[Recording], Episodes]) -> list[Episodes]:
     """What `cut` makes of each recording, where it has at least two frames; notes how many have fewer."""
     groups, short = [], 0
     for recording in source.recordings:
@@ -369,7 +351,7 @@ def cut_recordings(source: Source, cut: Callable[[Recording], list[Recording]]) 
     return groups
 
 
-def split_episodes(groups: list[list[Recording]], share: float, seed: int) -> tuple[list[Recording], list[Recording]]:
+def split_episodes(source: Source, groups: list[Episodes], share: float, seed: int) -> tuple[Episodes, Episodes]:
     """Train and test episodes. What a recording gives for testing is its last episodes, so that they lie apart in time.
 
     At least one episode is in each split; recordings take turns in an order that the seed decides.
@@ -386,9 +368,10 @@ def split_episodes(groups: list[list[Recording]], share: float, seed: int) -> tu
             before += len(group)
     train, test = ([one for one in everything if one.split == split] for split in SPLITS)
     if not train or not test:
+        left_out = f". {len(source.skipped)} left out, such as: {source.skipped[0]}" if source.skipped else ""
         raise UserError(
             f"{len(train)} episodes of two frames and more for training, {len(test)} for testing; "
-            "one is needed for each: see --clip-seconds, or mend what was left out"
+            f"one is needed for each: see --clip-seconds{left_out}"
         )
     return train, test
 
@@ -422,7 +405,7 @@ def as_categories(source: Source, reduce: str) -> bool:
     return True
 
 
-def common_width(name: str, episodes: list[Recording]) -> int:
+def common_width(name: str, episodes: Episodes) -> int:
     """The dimensions of the actions or states of all episodes, 0 if there are none. UserError if they differ."""
     widths = {episode.tables[name].shape[1] if name in episode.tables else 0 for episode in episodes}
     if len(widths) > 1:
@@ -430,7 +413,7 @@ def common_width(name: str, episodes: list[Recording]) -> int:
     return widths.pop()
 
 
-def common_rate(episodes: list[Recording]) -> float | None:
+def common_rate(episodes: Episodes) -> float | None:
     """The frames per second, None if they are not known or vary."""
     steps = [np.diff(episode.seconds) for episode in episodes if episode.seconds is not None]
     means = [float(each.mean()) for each in steps]
@@ -441,9 +424,7 @@ def common_rate(episodes: list[Recording]) -> float | None:
     return round(1 / means[0], 3)
 
 
-def normalise_actions(
-    train: list[Recording], test: list[Recording], names: list[str] | None, discrete: bool
-) -> dict[str, Any]:
+def normalise_actions(train: Episodes, test: Episodes, names: list[str] | None, discrete: bool) -> dict[str, Any]:
     """Normalises the actions of all episodes by those of the train split, and returns the scale for the plan.
 
     What becomes -1 and 1 in each dimension is equal for a constant one, which is said, and stored as zero.
@@ -469,7 +450,7 @@ def normalise_actions(
     return {"low": low.tolist(), "high": high.tolist(), "names": named}
 
 
-def plan_arrays(episodes: list[Recording], schema: dict[str, tuple[str, tuple[int, ...]]]) -> dict[str, np.ndarray]:
+def plan_arrays(episodes: Episodes, schema: dict[str, tuple[str, tuple[int, ...]]]) -> dict[str, np.ndarray]:
     """The tables of all episodes as a shard has them, and `place` int64 (T, 2) and `episode_start` int64 (N + 1,)."""
     arrays = {
         name: np.concatenate([episode.tables[name] for episode in episodes]).astype(dtype)

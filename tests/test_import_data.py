@@ -310,6 +310,8 @@ def test_one_name_in_train_and_test(tmp_path, mirrored):
         place = tmp_path / "actions" / (split if mirrored else ".")
         place.mkdir(parents=True, exist_ok=True)
         np.save(place / "1.npy", np.arange(4.0 + number)[:, None])
+        (tmp_path / "masks" / split).mkdir(parents=True)
+        np.save(tmp_path / f"masks/{split}/1.npy", np.full((4 + number, 24, 32), number))
     words = ("videos", tmp_path / "source", "--name", "own", "--size", 16)
     run(tmp_path / "without", *words)
     assert [Dataset(tmp_path / "without", "own", split).num_frames for split in ("train", "test")] == [4, 5]
@@ -319,8 +321,10 @@ def test_one_name_in_train_and_test(tmp_path, mirrored):
         ):
             run(tmp_path, *words, "--actions", tmp_path / "actions")
         return
-    run(tmp_path, *words, "--actions", tmp_path / "actions")
-    assert Dataset(tmp_path, "own", "test").action_dim == 1
+    run(tmp_path, *words, "--actions", tmp_path / "actions", "--masks", tmp_path / "masks")
+    masks = {len(one["action"]): one["video/mask"].max() for one in opened(tmp_path).values()}
+    assert masks == {5: 255}
+    assert Dataset(tmp_path, "own", "train").masks(np.arange(4)).max() == 0
 
 
 def test_a_split_of_which_all_is_bad(tmp_path):
@@ -1084,7 +1088,7 @@ def meta_wrong_video(root: Path) -> str:
 
 def meta_taken_video(root: Path) -> str:
     edit_episodes(root, lambda rows: rows[1].update({f"videos/{FRONT}/file_index": 1}))
-    return r"episodes [14] and [14] claim the same frames of videos/.*/file-001\.mp4"
+    return r"meta: [14] and [14] claim the same frames of videos/.*/file-001\.mp4"
 
 
 def meta_beyond_the_video(root: Path) -> str:
