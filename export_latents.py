@@ -40,6 +40,11 @@ class Args:
     """where the model runs; auto takes the GPU if there is one"""
 
 
+def default_args(argv: list[str]) -> Args:
+    """A command line without a run is an error."""
+    return Args(tyro.MISSING)
+
+
 def load_run(folder: Path, device: torch.device) -> tuple[Any, Any, torch.nn.Module, int]:
     """The script's module, the run's arguments, its trained latent action model, and the frames' size in pixels.
 
@@ -112,4 +117,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    cli(main, lambda argv: Args(tyro.MISSING))
+    cli(main, default_args)
