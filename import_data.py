@@ -216,9 +216,9 @@ def read_plan(path: Path, settings: dict[str, Any]) -> store.StoredFile | None:
         if path.exists():
             print(f"{error}; making it again")
         return None
-    if lines := store.differences(plan.attributes["settings"], settings):
+    if lines := [line[:150] for line in store.differences(plan.attributes["settings"], settings)[:5]]:
         raise UserError(
-            f"{path}: made with other settings or from other files ({'; '.join(line[:150] for line in lines[:5])}). Use the same arguments to "
+            f"{path}: made with other settings or from other files ({'; '.join(lines)}). Use the same arguments to "
             f"resume, another --data-dir for a new set, or remove {path.parent} to import again"
         )
     return plan
