@@ -12,6 +12,10 @@ import torch
 from common import cli
 from common.dataset import Dataset
 
+# A shell makes what it starts in the background ignore a Ctrl-C, nohup the end of a terminal; tests send both.
+for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    signal.signal(number, default)
+
 torch.set_num_threads(1)  # sums are rounded alike whatever the number of cores, and workers do not wait for each other
 
 
