@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import io
 import itertools
@@ -80,13 +81,24 @@ def fsync_folder(folder: Path) -> None:
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yields a temporary path in the same folder: renamed to `path` when the block ends well, else removed.
 
-    An OSError names `path`, not the temporary one.
+    What killed processes left of the same file is removed: a live one locks its temporary file. An OSError names
+    `path`, not the temporary one.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # The suffix stays, since libraries choose a format by it.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part{path.suffix}")
     try:
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    try:
+        with contextlib.suppress(OSError):  # on a file system without locks leftovers stay
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.part{path.suffix}"):
+                with contextlib.suppress(OSError), open(leftover, "rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    leftover.unlink()
         yield temporary
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
@@ -98,6 +110,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
         if isinstance(error, OSError) and error.errno is not None and error.filename in (None, str(temporary)):
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+    finally:
+        os.close(descriptor)
 
 
 def write_json(path: Path, value: Any) -> None:

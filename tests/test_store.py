@@ -191,6 +191,27 @@ with store.claim(path(0)):
         assert not [file for file in tmp_path.iterdir() if file.suffix == ".h5"]
 
 
+def test_what_a_killed_writer_left_goes_with_the_next_one(tmp_path):
+    """Of any file that is written, also without a claim; the temporary file of a live process stays."""
+    code = """
+with store.atomic_path(folder / "picture.png") as temporary:
+    temporary.write_text("x")
+    (folder / "there").touch()
+    time.sleep(600)
+"""
+    live = start(code, tmp_path)
+    while not (tmp_path / "there").exists():
+        time.sleep(0.01)
+    with store.atomic_path(tmp_path / "picture.png") as temporary:
+        temporary.write_text("y")
+    assert len(list(tmp_path.glob(".picture.png.*.part.png"))) == 1
+    live.kill()
+    live.wait()
+    with store.atomic_path(tmp_path / "picture.png") as temporary:
+        temporary.write_text("z")
+    assert not list(tmp_path.glob(".picture.png.*")) and (tmp_path / "picture.png").read_text() == "z"
+
+
 # --------------------------------------------------------------------------------------------------- several processes
 
 FILL = """
