@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -231,6 +232,12 @@ def signal_to(process: Process, number: int, alone: bool = False) -> None:
             os.kill(process.process.pid, number)
 
 
+def mounted(options: str, folder: Path) -> bool:
+    """Mounts a small disk in memory, or changes it."""
+    command = ["mount", "-t", "tmpfs", "-o", options, "campaign", str(folder)]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
 def files(folder: Path) -> Iterator[Path]:
     """All files below, hidden ones too."""
     for parent, _, names in os.walk(folder):
@@ -402,9 +409,9 @@ class Round:
     # --- what a round does
 
     def kill(self) -> None:
-        """Up to four kills: at any moment of the expected time, soon after the one before, or while it starts up."""
+        """Up to eight kills: at any moment of the expected time, soon after the one before, or while it starts up."""
         self.target.fresh()
-        for number in range(self.rng.integers(1, 5)):
+        for number in range(self.rng.integers(1, 9)):
             how = self.rng.choice(["any", "soon", "start-up"]) if number else "any"
             longest = {"any": self.target.seconds, "soon": 0.3, "start-up": self.target.startup}[how]
             if not self.kill_after(self.start(), self.rng.uniform(0, longest), how):
@@ -437,7 +444,9 @@ class Round:
         position, change = int(self.rng.integers(len(good))), int(self.rng.integers(1, 256))
         damaged = bytearray(good)
         damaged[position] ^= change
+        times = (path.stat().st_atime_ns, path.stat().st_mtime_ns)
         path.write_bytes(damaged)
+        os.utime(path, ns=times)  # a disk that rots does not touch the times, by which messages tell what is later
         self.outcome = f"{pattern}: "
         about = f"{path.relative_to(target.now)}, byte {position} of {len(good)} ^ {change}"
         if not flow and (pattern != "data/own/*/[0-9]*.h5" or self.rng.random() < 0.5):
@@ -506,21 +515,21 @@ class Round:
         """The disk is full from a random moment on, and grows later."""
         shutil.rmtree(self.target.now, ignore_errors=True)
         self.target.now.mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", "size=512m", "campaign", str(self.target.now)]
-        if subprocess.run(mount, capture_output=True).returncode:
+        if not mounted("size=512m", self.target.now):
             self.outcome = "not tried: no right to mount a small tmpfs"
             return
         try:
             shutil.copytree(self.target.folder / "inputs", self.target.now, dirs_exist_ok=True)
             process = self.start()
             process.process.join(self.rng.uniform(0, self.target.seconds))
-            room = shutil.disk_usage(self.target.now).used + int(self.rng.integers(1, 40)) * 4096
-            subprocess.run(["mount", "-o", f"remount,size={room}", str(self.target.now)], check=True)
+            room = int(self.rng.integers(1, 40)) * 4096
+            while not mounted(f"remount,size={shutil.disk_usage(self.target.now).used + room}", self.target.now):
+                pass  # more was written meanwhile
             code, text = self.ended(process), said(process)
             if code not in (0, 1) or (code == 1 and "make room" not in text):
                 raise Problem(f"a full disk is not told: exit code {code}, {text[-700:]}")
             self.outcome = "it had all been written" if code == 0 else "told"
-            subprocess.run(["mount", "-o", "remount,size=512m", str(self.target.now)], check=True)
+            assert mounted("remount,size=512m", self.target.now)
             if left := [path.name for path in files(self.target.now) if ".part" in path.name]:
                 raise Problem(f"a full disk leaves {left}")
             self.finish()
@@ -529,7 +538,8 @@ class Round:
             kept = self.target.folder / "kept"
             shutil.rmtree(kept, ignore_errors=True)
             shutil.copytree(self.target.now, kept)
-            subprocess.run(["umount", str(self.target.now)], check=True)
+            while subprocess.run(["umount", str(self.target.now)], capture_output=True).returncode:
+                time.sleep(0.1)  # a killed process may not be gone yet
             self.target.now.rmdir()
             kept.rename(self.target.now)
 
@@ -626,12 +636,20 @@ def main(args: Args) -> None:
             kind = str(one.rng.choice(fitting))
         try:
             FAULTS.get(kind, Round.kill)(one)
-        except Problem as problem:
+        except Exception as problem:  # the campaign's own mistakes are told like those that it looks for
+            if not isinstance(problem, Problem):
+                traceback.print_exc()
             one.kill_all()
             kept = work / f"found-{number}"
             shutil.move(target.now, kept)
             again = f"python tests/campaign.py --seed {args.seed} --scripts {target.name} --rounds {number}"
-            about = {"target": target.name, "kind": kind, "what": str(problem), "round": number, "again": again}
+            about = {
+                "target": target.name,
+                "kind": kind,
+                "what": str(problem) or repr(problem),
+                "round": number,
+                "again": again,
+            }
             problems.append(about | {"kills": one.kills, "files": str(kept)})
             print(f"FOUND in round {number}, {target.name}, {kind}: {problem}", flush=True)
             one.outcome += "problem"
