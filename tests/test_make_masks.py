@@ -1,5 +1,6 @@
 """make_masks.py: files, resume, refusals, imported masks, report; on planted data, SAM 2.1 with random weights."""
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -8,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -330,17 +330,11 @@ def test_imported_masks_become_mask_files_and_replace_changed_ones(data, given):
     assert stored.attributes["settings"] == {"method": "import"}
 
 
-def test_work_is_shared_with_other_processes(data, given, capsys):
+def test_work_is_shared_with_other_processes(data, given, capsys, monkeypatch):
     paths = [data / "cheetah-run/test" / f"{number:05d}.mine.h5" for number in (0, 1)]
-    claim = store.claim(paths[0])
-    claim.__enter__()
-
-    def release() -> None:
-        while not paths[1].exists():
-            time.sleep(0.01)
-        claim.__exit__(None, None, None)
-
-    threading.Thread(target=release, daemon=True).start()
+    other_process = contextlib.ExitStack()
+    other_process.enter_context(store.claim(paths[0]))
+    monkeypatch.setattr(store.time, "sleep", lambda _: other_process.close())  # while it is waited for
     make(data, import_dir=given, name="mine", split="test")
     assert "waiting for another process that makes 1 files" in capsys.readouterr().out
     assert all(path.exists() for path in paths)
