@@ -304,28 +304,14 @@ def named_paths(folder: Path, sources: list[str]) -> list[Path]:
 
 
 def read_episode(path: Path, frames: int, size: int) -> np.ndarray:
-    """An episode's masks, bit-packed uint8 (frames, size * size / 8). UserError if number, size or values do not fit.
-
-    In an array true is: True; 1 where the largest value is 1; 255 where it is 255; at least 0.5 of floats from 0 to 1.
-    """
-    holds = "a mask holds booleans, 0 and 1, 0 and 255, or floats from 0 to 1 (at least 0.5 is the agent)"
-    with media.readable(path, "masks"):
-        if path.is_dir():
-            if not (images := media.image_files(path, {".png"})):
-                raise UserError(f"{path}: holds no .png")
-            values = np.stack([media.read_mask(image) for image in images])
-        else:
-            values = np.load(path, allow_pickle=False)
-        if values.dtype.kind not in "biuf":
-            raise UserError(f"{path}: {values.dtype}; {holds}")
-    if values.shape != (frames, size, size):
+    """An episode's masks, bit-packed uint8 (frames, size * size / 8). UserError if number, size or values are wrong."""
+    count, read = media.open_masks(path)
+    masks = [read(number) for number in range(count)]
+    wrong = next((mask.shape for mask in masks if mask.shape != (size, size)), (size, size))
+    if count != frames or wrong != (size, size):
         wanted = f"(frames, the last one too, height, width) = {(frames, size, size)}"
-        raise UserError(f"{path}: shape {values.shape}, expected {wanted}")
-    top = 255 if values.max() > 1 else 1
-    soft = values.dtype.kind == "f" and ((values >= 0) & (values <= 1)).all()
-    if not soft and not np.isin(values, (0, top)).all():
-        raise UserError(f"{path}: {values.dtype} from {values.min()} to {values.max()}; {holds}")
-    return np.packbits((values >= top / 2).reshape(frames, -1), axis=1)
+        raise UserError(f"{path}: shape {(count, *wrong)}, expected {wanted}")
+    return np.packbits(np.stack(masks).reshape(frames, -1), axis=1)
 
 
 def read_import(job: Job, shard: Shard, render: str, progress: Frames) -> np.ndarray:

@@ -204,12 +204,6 @@ class Dataset:
             raise UserError(f"{self.folder}: the set has no actions, from which this method learns")
         return self
 
-    @property
-    def action_unit(self) -> np.ndarray:
-        """float64 (A,): what 1 in the actions of this set is in the units of what it was imported from."""
-        scale = self.plan.get("action_scale")
-        return (np.array(scale["high"]) - scale["low"]) / 2 if scale else np.ones(self.action_dim)
-
     def max_offset(self, args: Any) -> int:
         """A script's --max-offset in frames, also if it is given in seconds. UserError if the rate is not known."""
         if args.max_offset_seconds is None:

@@ -160,13 +160,18 @@ def open_masks(path: Path) -> tuple[int, Callable[[int], np.ndarray]]:
     """How many masks a folder of images or a .npy holds, and a function from a frame's number to its mask (H, W)."""
     if path.is_dir():
         images = image_files(path)
+        if not images:
+            raise UserError(f"{path}: holds no images")
         return len(images), lambda number: read_mask(images[number])
     with readable(path, "masks"):
         masks = np.load(path, mmap_mode="r", allow_pickle=False)
+        holds = "masks hold booleans, 0 and 1, 0 and 255, or floats from 0 to 1 (at least 0.5 is the agent)"
+        if masks.dtype.kind not in "biuf":
+            raise UserError(f"{path}: {masks.dtype}; {holds}")
         least, top = masks.min(), masks.max()
         fraction = masks.dtype.kind == "f" and least >= 0 and top <= 1
         if not fraction and not (top in (0, 1, 255) and np.isin(masks, (0, top)).all()):
-            raise UserError(f"{path}: from {least} to {top}; masks hold 0 and 1, 0 and 255, or 0.0 to 1.0")
+            raise UserError(f"{path}: {masks.dtype} from {least} to {top}; {holds}")
         return len(masks), lambda number: masks[number] >= (0.5 if top <= 1 else 127.5)
 
 

@@ -91,11 +91,10 @@ def open_loop(
         "previous_action": np.where(is_first[:, None], mean, test_set.action[t - 1].clip(-1, 1)),
         "ridge": ridge.predict(features).reshape(predicted.shape),
     }
-    squares = {name: (guess - test_set.action[t].clip(-1, 1)) ** 2 for name, guess in guesses.items()}
-    return {
-        "errors": {name: float(square.mean() / train_set.action_variance) for name, square in squares.items()},
-        "rmse_per_dimension": (np.sqrt(squares["policy"].mean(0)) * train_set.action_unit).tolist(),
-    }
+    truth = test_set.action[t].clip(-1, 1)
+    errors = {name: float(((guess - truth) ** 2).mean() / train_set.action_variance) for name, guess in guesses.items()}
+    in_units = test_set.original_action(predicted) - test_set.original_action(truth)
+    return {"errors": errors, "rmse_per_dimension": np.sqrt((in_units**2).mean(0)).tolist()}
 
 
 def save_latents(folder: Path, dataset: Dataset, latents: Tensor) -> list[Path]:

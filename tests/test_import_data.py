@@ -624,7 +624,7 @@ def damage_masks(folder: Path) -> str:
 def damage_labels(folder: Path) -> str:
     write_video(folder / "bad.mp4", 10)
     np.save(folder / "../masks/bad.npy", np.full((10, 24, 32), 7, np.uint8))
-    return r"bad\.npy: from 7 to 7; masks hold 0 and 1"
+    return r"bad\.npy: uint8 from 7 to 7; masks hold booleans"
 
 
 def damage_shape(folder: Path) -> str:

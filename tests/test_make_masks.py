@@ -245,9 +245,9 @@ def test_imported_arrays_are_understood_or_refused(tmp_path):
         assert np.array_equal(make_masks.read_episode(path, 12, 32), packed)
     for values, message in (
         (MASKS[:-1], r"shape \(11, 32, 32\), expected \(frames, .*\) = \(12, 32, 32\)"),
-        (MASKS * np.uint8(7), "uint8 from 0 to 7; a mask holds"),
-        (np.where(MASKS, np.nan, 0), "float64 from nan to nan; a mask holds"),
-        (MASKS.astype(str), "<U5; a mask holds"),
+        (MASKS * np.uint8(7), "uint8 from 0 to 7; masks hold"),
+        (np.where(MASKS, np.nan, 0), "float64 from nan to nan; masks hold"),
+        (MASKS.astype(str), "<U5; masks hold"),
         (MASKS.astype(object), "cannot be read as masks"),  # pickled
     ):
         np.save(path, values)
@@ -264,7 +264,7 @@ def test_a_damaged_array_is_one_line(tmp_path, contents):
 
 
 def test_imported_pngs_are_read_in_the_order_of_their_numbers(tmp_path):
-    with pytest.raises(UserError, match=r"holds no \.png"):
+    with pytest.raises(UserError, match="holds no images"):
         make_masks.read_episode(tmp_path, 12, 32)
     for frame, mask in enumerate(MASKS):  # frame_2 comes before frame_10
         Image.fromarray(mask * np.uint8(255)).save(tmp_path / f"frame_{frame}.png")
@@ -272,7 +272,7 @@ def test_imported_pngs_are_read_in_the_order_of_their_numbers(tmp_path):
     packed = np.packbits(MASKS.reshape(12, -1), axis=1)
     assert np.array_equal(make_masks.read_episode(tmp_path, 12, 32), packed)
     Image.fromarray(MASKS[3, 1:]).save(tmp_path / "frame_3.png")
-    with pytest.raises(UserError, match=r"cannot be read as masks .*the same shape"):
+    with pytest.raises(UserError, match=r"shape \(12, 31, 32\), expected"):
         make_masks.read_episode(tmp_path, 12, 32)
 
 
@@ -308,7 +308,7 @@ def test_imported_masks_become_mask_files_and_replace_changed_ones(data, given):
     last = given / "cheetah-run/test/distractor/00001.npy"
     masks = np.load(last)
     np.save(last, masks * 7)
-    with pytest.raises(UserError, match="a mask holds"):
+    with pytest.raises(UserError, match="masks hold"):
         make(data, import_dir=given, name="mine")
     assert not hashes(data)  # checked before anything is written
     np.save(last, masks)
