@@ -263,7 +263,7 @@ class Args:
     seeds: Count = 3
     """seeds 1 to this one"""
     values: list[str] = field(default_factory=list)
-    """values of a sweep instead of the paper's, such as 2000 8000"""
+    """values of a sweep instead of the paper's, such as 2000 8000; for main-table: distractor or vanilla alone"""
     quick: bool = False
     """--quick for scripts and data: small networks, a short schedule, for a CPU"""
     set: list[str] = field(default_factory=list)
@@ -345,8 +345,12 @@ def plan(args: Args) -> list[RunJob]:
     for name in args.env:
         get_task(name)
     names = list(EXPERIMENTS) if args.experiment == "all" else [args.experiment]
-    if args.values and (len(names) > 1 or not EXPERIMENTS[names[0]].flag):
-        raise UserError("--values is for one of the sweeps: label-budget, latent-dim, occlusion, mask-dilation")
+    varied = EXPERIMENTS[names[0]]
+    if args.values and (len(names) > 1 or not varied.values):
+        possible = [name for name, experiment in EXPERIMENTS.items() if experiment.values]
+        raise UserError(f"--values is for one of {', '.join(possible)}")
+    if not varied.flag and (unknown := set(args.values) - set(varied.values)):
+        raise UserError(f"--values {' '.join(sorted(unknown))}: main-table has {', '.join(varied.values)}")
     if args.methods and any(EXPERIMENTS[name].rows is not METHODS for name in names):
         raise UserError("--methods is for main-table and label-budget; the other experiments are MaskLAM's")
     known = METHODS | {script: Method(script) for script in runs.method_scripts()}

@@ -395,14 +395,10 @@ class Run:
         Raises:
             UserError: there are results of later stages, which were made from another outcome of this one.
         """
-        # What belongs to one label budget ("decoder-2000", "rollout-2000") does not depend on that of another.
-        kinds = ("decoder", "rollout") if stage.startswith("decoder") else ()
-        later = [path for path in self._later_files() if path.stem.split("-")[0] not in kinds]
-        if later:
-            names = ", ".join(sorted(str(path.relative_to(self.dir)) for path in later))
+        if later := self._made_from(stage):
             raise UserError(
-                f"{self.dir / stage}.pt is missing, but {names} were made from it; remove them too, or train again "
-                "under another --variant"
+                f"{self.dir / stage}.pt is missing, but {', '.join(later)} were made from it; remove them too, or "
+                "train again under another --variant"
             )
         for path in reversed(self._checkpoints(stage)):
             try:
@@ -416,16 +412,23 @@ class Run:
         self.rewind_metrics(stage, 0)
         return None
 
-    def _later_files(self) -> list[Path]:
-        """Files of stages that this process has not come to yet."""
-        files = [*self.dir.glob("*.pt"), *self.dir.glob("tables/*.pt")]
-        return [path for path in files if path.stem not in self._complete]
+    def _made_from(self, stage: str) -> list[str]:
+        """Files in the run's directory of the stages after `stage`: those that this process has not come to yet."""
+        # What belongs to one label budget ("decoder-2000", "rollout-2000") does not depend on that of another.
+        kinds = ("decoder", "rollout") if stage.startswith("decoder") else ()
+        files = [path for path in self.dir.rglob("*.pt") if path.parent.name != "checkpoints"]
+        later = [path for path in files if path.stem not in self._complete | {stage}]
+        return sorted(str(path.relative_to(self.dir)) for path in later if path.stem.split("-")[0] not in kinds)
 
     def finish(self, stage: str, step: int, state: dict[str, Any], folder: str = ".") -> None:
         """Writes ``<stage>.pt``, which marks the stage as finished, and removes its checkpoints."""
         self._write(self.dir / folder / f"{stage}.pt", stage, step, state)
+        self._completed(stage, state)
+
+    def _completed(self, stage: str, state: dict[str, Any]) -> None:
         self._complete.add(stage)
         self.costs[stage] = state["cost"]
+        # Also those that a process left which was killed right after it had finished the stage.
         for old in (self.dir / "checkpoints").glob(f"{stage}-{'[0-9]' * 8}*"):
             old.unlink()
 
@@ -441,13 +444,9 @@ class Run:
         try:
             state = read_checkpoint(path)
         except Damaged as error:
-            later = sorted((file.stat().st_mtime, str(file.relative_to(self.dir))) for file in self._later_files())
-            raise UserError(
-                f"{error}; remove it and the later ones of {', '.join(name for _, name in later)}, then repeat the "
-                "command to train from there"
-            ) from None
-        self._complete.add(stage)
-        self.costs[stage] = state["cost"]
+            files = ", ".join([str(path.relative_to(self.dir)), *self._made_from(stage)])
+            raise UserError(f"{error}; remove {files}, then rerun the command to train from there") from None
+        self._completed(stage, state)
         return state
 
     def once(self, name: str, compute: Callable[[], Any]) -> Any:
@@ -490,7 +489,7 @@ class Run:
             "versions": self.versions,
             "machine": machine(),
         }
-        write_json(self.dir / "result.json", result | self.about | about)
+        write_json(self.dir / "result.json", result | self.about | about, with_hash=True)
         shutil.rmtree(self.dir / "tables", ignore_errors=True)
         for name, value in metrics.items():
             print(f"{name:26} {'-' if value is None else f'{value:.4f}'}")

@@ -114,20 +114,32 @@ def atomic_path(path: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Writes `value` as JSON, completely or not at all."""
+def _json_hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def write_json(path: Path, value: Any, with_hash: bool = False) -> None:
+    """Writes `value` as JSON, completely or not at all; with_hash: an object, and the hash of it under ``sha256``."""
+    value = json.loads(json.dumps(value, default=str))  # as it is read again
+    if with_hash:
+        value["sha256"] = _json_hash(value)
     with atomic_path(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=1, default=str) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path, kind: type = dict, keys: Iterable[str] = ()) -> Any:
-    """A JSON value of a kind, by default an object that has some keys. Damaged if the file holds something else."""
+    """A JSON value of a kind, by default an object that has some keys; without its hash.
+
+    Damaged if the file holds something else, or values of another hash.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:  # no JSON, or no UTF-8
         raise Damaged(f"{path} is damaged") from None
     if not isinstance(value, kind) or not all(key in value for key in keys):
         raise Damaged(f"{path} is damaged")
+    if isinstance(value, dict) and "sha256" in value and value.pop("sha256") != _json_hash(value):
+        raise Damaged(f"{path} is damaged: its values do not have the hash that it holds (was it edited?)")
     return value
 
 

@@ -361,8 +361,7 @@ class Round:
                 self.outcome = f"{pattern}: found by {name}"
                 self.repair(path, text, where)
                 return self.finish()
-            # Of result.json, `differences` looks at some numbers only.
-            if name == "the same command" and path.suffix != ".json" and not differences(target):
+            if name == "the same command" and not differences(target):
                 self.outcome = f"{pattern}: {'mended by' if path.name in text else 'no harm to'} the same command"
                 return self.check()
         if not says_the_same(path, good):
@@ -381,9 +380,8 @@ class Round:
                 raise Found(f"the repair fails ({where}): {command}: {done.stderr[-500:]}")
             for result in self.target.now.rglob("result.json"):  # else the run does not compute its flow again
                 result.unlink()
-        elif match := re.search(r"remove it and the later ones of (.*), then repeat", line):
-            names = match[1].split(", ")
-            for name in names[names.index(path.name) :]:
+        elif match := re.search(r"remove ([^ ]*\.pt.*), then rerun", line):
+            for name in match[1].split(", "):
                 (path.parent / name).unlink()
         elif "remove it and rerun" in line:
             path.unlink()

@@ -1,5 +1,6 @@
 """Faults of the system and of the user, by their kind: each ends in one line, and no healthy file is lost."""
 
+import contextlib
 import dataclasses
 import errno
 import functools
@@ -203,7 +204,7 @@ def written_run(runs_dir: Path, seed: int = 1) -> Path:
         "dataset": {"train": {"plan": plan, "mean_return": 1.0, "success_rate": None, "action_variance": 0.5}},
         "decoders": [{"num_labels": 128_000, "normalised_paper": 0.5}],
     }
-    store.write_json(folder / "result.json", result)
+    store.write_json(folder / "result.json", result, with_hash=True)
     return folder
 
 
@@ -313,6 +314,20 @@ def test_a_bad_number_is_damaged(content: bytes, tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(store.Damaged, match=f"{path} is damaged"):
         store.read_json(path, float)
+
+
+def test_a_changed_byte_of_a_result_is_found(tmp_path: Path) -> None:
+    """Wherever it lies: the file is damaged, or holds the same values."""
+    path = written_run(tmp_path) / "result.json"
+    good, values, args = path.read_bytes(), store.read_json(path), lapo.Args()
+    for position in range(len(good)):
+        path.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :])
+        with contextlib.suppress(store.Damaged):
+            assert store.read_json(path).items() >= values.items(), position
+    path.write_bytes(good.replace(b"0.75", b"0.25"))
+    with pytest.raises(UserError, match="result.json is damaged; remove it and rerun"):
+        runs.is_finished(path.parent, args)
+    assert "was it edited?" in report.find_runs(tmp_path)[1][0]
 
 
 @pytest.mark.parametrize("content", [PAGE, b"", None])

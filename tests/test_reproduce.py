@@ -123,7 +123,8 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path, monkeypatch) -> None:
         ("main-table", {"set": ["lam updates=3"]}, "NAME=VALUE"),
         ("main-table", {"set": ["variant=try"]}, "the experiments decide this"),
         ("occlusion", {"set": ["slot-dim=8"]}, "no method script has this flag"),
-        ("main-table", {"values": ["3"]}, "for one of the sweeps"),
+        ("ablations", {"values": ["3"]}, "for one of main-table, label-budget"),
+        ("main-table", {"values": ["3"]}, "main-table has distractor, vanilla"),
         ("label-budget", {"values": ["few"]}, "refuses"),
     ):
         with pytest.raises(UserError, match=message):
