@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import reproduce
 from common import pictures, report, runs
-from common.cli import Count, Stopped, UserError, cli, stop_requested
+from common.cli import Count, Stopped, UserError, cli, describe, stop_requested
 from common.dataset import Batch, Dataset, sequential
 from common.masks import dilate, unpack_masks
 from common.report import Cell, Entry, Item, Run, Stat, average, number
@@ -353,32 +353,55 @@ def expert_table(context: Context) -> Item:
 
 @dataclass
 class Panel:
-    """One plot: lines of points, each with its interval (value, low, high), and dashed horizontal lines."""
+    """One plot: lines of points, each with its interval (value, low, high), and dashed horizontal lines.
+
+    A dashed line that is named like a line has its colour. stars: single points (x, y) of the line of that name.
+    """
 
     title: str
     lines: dict[str, dict[Any, tuple[float, float, float]]]
     dashed: dict[str, float] = field(default_factory=dict)
+    stars: dict[str, tuple[float, float]] = field(default_factory=dict)
+    log: bool = False
+    """the y axis is logarithmic"""
+
+
+def short(count: int) -> str:
+    """A number of samples or labels: 500, 16k, 18M."""
+    return str(count) if count < 2000 else f"{count // 1000}k" if count < 10**6 else f"{count // 10**6}M"
 
 
 def draw(path: Path, panels: list[Panel], label: str, names: list[str] | None = None) -> Path:
     """Writes panels with a common x axis as PNG. names: its categories in order; None: numbers, joined by lines."""
+    from matplotlib import ticker
+
     figure, axes = pictures.panels(len(panels), 3, 4.2, 3.6 if names else 2.8)
     for axis, panel in zip(axes, panels):
-        values = sorted({x for points in panel.lines.values() for x in points})
+        values = sorted({x for points in panel.lines.values() for x in points} | {x for x, _ in panel.stars.values()})
+        colours = {line: f"C{place}" for place, line in enumerate(dict.fromkeys([*panel.lines, *panel.dashed]))}
         for place, (line, points) in enumerate(panel.lines.items()):
             # Categories of several lines stand beside each other, so that no interval hides another.
             x = [names.index(name) + 0.2 * place for name in points] if names else list(points)
             middle, low, high = np.reshape(list(points.values()), (-1, 3)).T
             style = "none" if names else "-"
-            axis.errorbar(x, middle, [middle - low, high - middle], marker="o", ls=style, color=f"C{place}", label=line)
-        for place, (line, value) in enumerate(panel.dashed.items(), len(panel.lines)):
-            axis.axhline(value, color=f"C{place}", ls="--", label=line)
+            axis.errorbar(
+                x, middle, [middle - low, high - middle], marker="o", ls=style, color=colours[line], label=line
+            )
+        for line, value in panel.dashed.items():
+            axis.axhline(value, color=colours[line], ls="--", label=None if line in panel.lines else line)
+        for line, point in panel.stars.items():
+            axis.plot(*point, marker="*", ms=12, ls="none", color=colours[line])
         if names:
             axis.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=8)
             axis.set_xlim(-0.5, len(names) - 0.5)
         elif values[0] > 0 and values[-1] >= 8 * values[0]:
             axis.set_xscale("log", base=2)
-            axis.set_xticks(values, [f"{x // 1000}k" if x >= 2000 else str(x) for x in values], minor=False)
+            axis.set_xticks(values, [short(x) for x in values], minor=False, fontsize=8)
+        if panel.log:
+            axis.set_yscale("log")
+            axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_locator(ticker.NullLocator())
         axis.set(title=panel.title, xlabel=label)
         axis.grid(alpha=0.3)
     handles = {text: handle for axis in axes for handle, text in zip(*axis.get_legend_handles_labels())}
@@ -505,6 +528,55 @@ def experiment_figure(context: Context, name: str) -> Item:
     item.head = ["", *(column.head for column in columns)]
     for row in rows:
         item.add(row.name, [row.entry(column) for column in columns])
+    return item
+
+
+def learning_curves(context: Context) -> Item:
+    """NMSE against samples, from the probes on the way (--probe-at) of all runs, also of those not finished yet."""
+    item = Item("learning_curves", "NMSE against samples", "Sweeps", "python masklam.py --probe-at 1000 10000 100000")
+    item.text = (
+        "Means over seeds; intervals: one standard deviation (n - 1). Dashed: the untrained control, of finished runs. "
+        "Stars: the paper's numbers, at the samples that they took."
+    )
+    curves: dict[tuple[str, str, str], dict[int, list[float]]] = {}  # NMSE of every seed by samples
+    for key, members in sorted(context.by_name.items()):
+        for run in members:
+            try:
+                lines = runs.read_metrics(run.dir)
+            except OSError as error:
+                item.missing += f"{describe(error)}. "
+                continue
+            for line in lines:
+                if "lam/nmse" in line:
+                    samples = line["step"] * run.args["batch_size"]
+                    curves.setdefault(key, {}).setdefault(samples, []).append(line["lam/nmse"])
+        if key in curves and len({run.args["train_hash"] for run in members}) > 1:
+            item.missing += f"{' '.join(key)}: its seeds saw different data. "
+            del curves[key]
+    if not curves:
+        item.missing = item.missing or "No run was probed on the way."
+        return item
+    common = set.intersection(*(set(variant.split("_")) for _, _, variant in curves))  # tells no line from another
+    columns = sorted(set().union(*curves.values()))
+    item.head = ["", "task", "untrained", *(short(samples) for samples in columns)]
+    methods = {method.script: name for name, method in reproduce.METHODS.items() if not method.flags}
+    panels: dict[str, Panel] = {}
+    for (script, env, variant), values in curves.items():
+        name = " ".join([script, *(part for part in variant.split("_") if part not in common)])
+        panel = panels.setdefault(env, Panel(f"{env}: NMSE", {}, log=True))
+        stats = {samples: report.stat(values[samples]) for samples in sorted(values)}
+        panel.lines[name] = {samples: (mean, mean - std, mean + std) for samples, (mean, std) in stats.items()}
+        control = report.make_cell(context.by_name[script, env, variant], 1).stat("eval/nmse_untrained")
+        if control is not None:
+            panel.dashed[name] = control.mean
+        if script in methods and script not in {
+            line.split()[0] for line in panel.stars
+        }:  # its first line, the plain one
+            suite = get_task(env).suite
+            samples = reproduce.parse(script, ("--env", env))[0].lam_epochs * PAPER["train_transitions"][suite]
+            panel.stars[name] = (round(samples), PAPER["nmse"][suite]["distractor"][methods[script]][env][0])
+        item.add(name, [env, number(control), *(number(stats.get(samples)) for samples in columns)])
+    item.pictures = [draw(context.out / "learning_curves.png", list(panels.values()), "samples")]
     return item
 
 
@@ -798,6 +870,7 @@ def figures(context: Context, envs: list[str]) -> Iterator[Item]:
         yield table(context)
     for experiment in list(reproduce.EXPERIMENTS)[1:]:
         yield experiment_figure(context, experiment)
+    yield learning_curves(context)
     for env in envs:
         yield umap_figure(context, env)
         yield from strip_figures(context, env)

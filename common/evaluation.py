@@ -509,7 +509,7 @@ def write_result(
     drawn = [
         *drawn,
         *sorted(run.dir.glob("latents/*.png")),
-        pictures.curves(run.dir / "curves.png", run.read_metrics()),
+        pictures.curves(run.dir / "curves.png", runs.read_metrics(run.dir)),
     ]
     episodes, counts = np.unique(run.train_set.episode_of_frame[labelled], return_counts=True)
     run.write_result(

@@ -190,6 +190,16 @@ def is_finished(run_dir: Path, args: Any) -> bool:
         raise UserError(f"{path} is damaged; remove it and rerun the command to make it again") from None
 
 
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """All lines of a run's ``metrics.jsonl``; a line torn by a kill is left out."""
+    lines = []
+    for text in (run_dir / "metrics.jsonl").read_bytes().splitlines():
+        with contextlib.suppress(ValueError):  # no JSON, or no UTF-8
+            line = json.loads(text)
+            lines += [line] if isinstance(line, dict) and {"stage", "step"} <= line.keys() else []
+    return lines
+
+
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """What `torch.save` wrote. Damaged if the file does not hold it; other errors say nothing about the file."""
     import torch
@@ -356,18 +366,9 @@ class Run:
         if self.wandb is not None:
             self.wandb.log({f"{stage}/step": step} | values)
 
-    def read_metrics(self) -> list[dict[str, float]]:
-        """All lines of ``metrics.jsonl``; a line torn by a kill is left out."""
-        lines = []
-        for text in self.metrics_path.read_bytes().splitlines():
-            with contextlib.suppress(ValueError):  # no JSON, or no UTF-8
-                line = json.loads(text)
-                lines += [line] if isinstance(line, dict) and {"stage", "step"} <= line.keys() else []
-        return lines
-
     def rewind_metrics(self, stage: str, step: int) -> None:
         """Drops the lines of `stage` after `step`, which are written again."""
-        lines = [line for line in self.read_metrics() if not (line["stage"] == stage and line["step"] > step)]
+        lines = [line for line in read_metrics(self.dir) if not (line["stage"] == stage and line["step"] > step)]
         self._metrics.close()
         with atomic_path(self.metrics_path) as temporary:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

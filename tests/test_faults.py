@@ -325,7 +325,7 @@ def test_a_changed_byte_of_a_result_is_found(tmp_path: Path) -> None:
         with contextlib.suppress(store.Damaged):
             assert store.read_json(path).items() >= values.items(), position
     path.write_bytes(good.replace(b"0.75", b"0.25"))
-    with pytest.raises(UserError, match="result.json is damaged; remove it and rerun"):
+    with pytest.raises(UserError, match=r"result.json is damaged; remove it and rerun"):
         runs.is_finished(path.parent, args)
     assert "was it edited?" in report.find_runs(tmp_path)[1][0]
 

@@ -352,7 +352,7 @@ def train_slots(args, model, features: Tensor, runs_dir: Path, batch_size: int, 
     run = runs.Run(args, "lapo_slots", f"{updates} updates", {})
     clips = Clips(features, batch_size)
     lapo_slots.train(run, args, "slots", model, lapo_slots.slot_loss, clips, updates, rate, args.slot_clip)
-    losses = [line["slots/loss"] for line in run.read_metrics()]
+    losses = [line["slots/loss"] for line in runs.read_metrics(run.dir)]
     run.close()
     return losses
 

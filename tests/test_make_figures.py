@@ -55,6 +55,7 @@ def write_run(
     directory.mkdir(parents=True)
     hashes = {"train_hash": "d", "test_hash": "d", "mask_hash": "gt", "device_type": "cpu"} | (identity or {})
     (directory / "args.json").write_text(json.dumps(runs.jsonable(args) | hashes))
+    (directory / "metrics.jsonl").touch()
     if nmse is not None:
         usual = {"eval/nmse": nmse, "eval/nmse_untrained": nmse + 0.125, "eval/return": 5.0}
         usual |= {"eval/normalised_paper": 0.25, "eval/normalised_dataset": 0.125}
@@ -328,6 +329,29 @@ def test_the_mean_over_tasks_needs_every_task(tmp_path: Path, monkeypatch) -> No
     assert [(x, value) for x, (value, _, _) in mean.lines["MaskLAM@GT"].items()] == [(0, 0.5), (1, 0.6)]
     assert mean.dashed == {"LAOF": 0.7} and reach.dashed == {"LAPO": 0.9, "LAOF": 0.7}
     assert len(push.lines["MaskLAM@GT"]) == 3 and np.isnan(push.lines["MaskLAM@GT"][0][1])
+
+
+def test_learning_curves_are_the_probes_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of finished and unfinished runs, by samples; seeds that saw different data are not averaged."""
+    probes = {("lapo", 1): [(10, 0.9), (20, 0.8)], ("lapo", 2): [(10, 0.7)], ("laof", 1): [(10, 0.6)]}
+    for (script, seed), lines in probes.items():
+        folder = write_run(tmp_path, script, "push", seed, 0.8 if seed == 1 else None, batch_size=64)
+        logged = [{"stage": "lam", "step": step, "lam/loss": 1.0, "lam/nmse": nmse} for step, nmse in lines]
+        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, logged)) + '\n{"torn')
+    for seed in (1, 2):
+        folder = write_run(
+            tmp_path, "laom_labels", "push", seed, identity={"train_hash": f"other{seed}"}, batch_size=64
+        )
+        (folder / "metrics.jsonl").write_text('{"stage": "lam", "step": 10, "lam/nmse": 0.5}\n')
+    panels: list[make_figures.Panel] = []
+    monkeypatch.setattr(make_figures, "draw", lambda path, drawn, *more: panels.extend(drawn) or path)
+    item = make_figures.learning_curves(context(tmp_path))
+    (panel,) = panels
+    middle = {line: {x: value for x, (value, _, _) in points.items()} for line, points in panel.lines.items()}
+    assert middle == {"laof": {640: 0.6}, "lapo": {640: pytest.approx(0.8), 1280: 0.8}}
+    assert panel.dashed == {"laof": 0.925, "lapo": 0.925}
+    assert panel.stars["lapo"] == (4_000_000, make_figures.PAPER["nmse"]["dmw"]["distractor"]["LAPO"]["push"][0])
+    assert "laom_labels" in item.missing and "different data" in item.missing
 
 
 def test_label_budgets_are_the_decoders_of_one_run(tmp_path: Path) -> None:

@@ -263,7 +263,7 @@ def test_a_damaged_newest_checkpoint(damage: str, tmp_path: Path, capsys: pytest
     state = run.restore("lam")
     assert state["step"] == 6 and (state["value"] == 6).all()
     assert f"{newest} is damaged; using the checkpoint before it" in capsys.readouterr().err
-    assert [line["step"] for line in run.read_metrics()] == [1, 2, 3, 4, 5, 6, 1]
+    assert [line["step"] for line in runs.read_metrics(run.dir)] == [1, 2, 3, 4, 5, 6, 1]
     run.close()
 
 
