@@ -428,12 +428,12 @@ class Round:
         self.finish()
 
     def stop(self) -> None:
-        """Of two processes that share the work, one is stopped for some seconds."""
+        """Of two processes that share the work, one is stopped: for some seconds, or a minute."""
         self.target.fresh()
         stopped, other = self.start(), self.start()
         stopped.process.join(self.rng.uniform(0, self.target.seconds))
         self.signal(stopped, signal.SIGSTOP)
-        other.process.join(self.rng.uniform(2, 6))
+        other.process.join(60 if self.rng.random() < 0.25 else self.rng.uniform(2, 6))
         self.outcome = "the other waited" if other.process.is_alive() else "the other ended meanwhile"
         self.signal(stopped, signal.SIGCONT)
         for process in (stopped, other):
