@@ -393,7 +393,10 @@ def input_fields(args: Args) -> tuple[str, ...]:
 
 def open_split(args: Args, split: str) -> Dataset:
     """The data of a split as the method sees it."""
-    return Dataset(args.data_dir, args.env, split, "distractor" if args.distractors else "clean").with_actions()
+    dataset = Dataset(args.data_dir, args.env, split, "distractor" if args.distractors else "clean").with_actions()
+    if split == "train":
+        check_labelled(dataset, dataset.labelled(max(args.num_labels), args.seed))
+    return dataset
 
 
 def temporal_similarity(keys: Tensor, temperature: float) -> Tensor:
@@ -545,7 +548,6 @@ def main(args: Args) -> None:
     # Stage 1: the latent action model.
     # --- method: stages ---
     # First, slots that follow objects in short clips, from the features of a frozen network.
-    check_labelled(train_set, labelled)
     dino = load_dino(args.dino_model, args.dino_checkpoint, args.dino_weights == "random", args.dino_image_size)
     run.add_identity("dino_hash", weights_hash(dino.to(device).vit.state_dict()))
     slot_model = VideoSaur(args, dino.patches, dino.dim).apply(orthogonal_init).to(device)

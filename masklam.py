@@ -295,8 +295,9 @@ def open_split(args: Args, split: str) -> Dataset:
     render = "distractor" if args.distractors else "clean"
     dataset = Dataset(args.data_dir, args.env, split, render, args.mask_source)
     check_masks(dataset, args.mask_dilation)
+    max_offset = dataset.max_offset(args)  # seconds without a frame rate are refused before the run begins
     if args.occlusion:  # its box is that of the masks from t-2 to t+10, whatever k is
-        attach_mask_blocks(dataset, "blocks", first=-2, last=max(10, dataset.max_offset(args)))
+        attach_mask_blocks(dataset, "blocks", first=-2, last=max(10, max_offset))
     return dataset
 
 

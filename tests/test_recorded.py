@@ -73,7 +73,11 @@ def test_a_run_needs_no_simulator(script: str, actions: bool, masks: bool, tmp_p
     export_latents.main(export_latents.Args(run=folder, batch_size=16, device="cpu"))
     for split in ("train", "test"):
         again = latents(folder / "latents/own", split)
-        assert all(np.array_equal(value, again[name]) for name, value in latents(folder / "latents", split).items())
+        for name, value in latents(folder / "latents", split).items():
+            if name == "z":  # computed in other batches
+                np.testing.assert_allclose(again[name], value, rtol=1e-4, atol=1e-6)
+            else:
+                assert np.array_equal(again[name], value)
     if script != "laom_labels":
         assert (folder / "latents/own/transfer.gif").read_bytes() == (folder / "transfer.gif").read_bytes()
 
@@ -175,6 +179,7 @@ def test_the_offset_may_be_said_in_seconds(splits: tuple[Dataset, Dataset], tmp_
     """At 10 frames/s; a simulated set has no rate."""
     for seconds, frames in ((0.3, 3), (0.01, 1), (None, 10)):
         assert splits[0].max_offset(masklam.Args(max_offset_seconds=seconds)) == frames
-    simulated = Dataset(planted.write(tmp_path), "cheetah-run", "train")
+    args = masklam.Args(data_dir=planted.write(tmp_path / "data"), runs_dir=tmp_path / "runs", max_offset_seconds=0.3)
     with pytest.raises(UserError, match="has no frame rate; use --max-offset, in frames"):
-        simulated.max_offset(masklam.Args(max_offset_seconds=0.3))
+        masklam.main(args)
+    assert not (tmp_path / "runs").exists()
