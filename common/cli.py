@@ -237,8 +237,7 @@ def cli(main: Callable[[Any], None], default: Any) -> None:
         args = tyro.cli(type(default), default=default, description=sys.modules["__main__"].__doc__)
         main(checked(args))
     except UserError as error:
-        print(f"{name}: error: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(f"{name}: error: {error}")  # with code 1
     except Stopped as stopped:
         print(f"{name}: stopped: {stopped}; rerun the same command to resume", file=sys.stderr)
         sys.exit(128 + (_stop_signal or signal.SIGINT))
@@ -251,11 +250,9 @@ def cli(main: Callable[[Any], None], default: Any) -> None:
     except OSError as error:
         if error.errno is None:
             raise
-        print(f"{name}: error: {describe(error)}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(f"{name}: error: {describe(error)}")
     except MemoryError as error:
-        print(f"{name}: error: {error or 'out of memory'}; {advice(errno.ENOMEM)}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(f"{name}: error: {error or 'out of memory'}; {advice(errno.ENOMEM)}")
 
 
 class _Lines:

@@ -38,14 +38,12 @@ ROOT = Path(__file__).parents[1]
 
 def git_commit() -> str | None:
     """The commit of the code, with ``+changes`` if tracked files differ from it; None outside a repository."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
     try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-        status = subprocess.run(
-            ["git", "status", "--porcelain", "-uno"], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except OSError:  # no git
         return None
-    return commit.stdout.strip() + ("+changes" if status.stdout.strip() else "")
+    return done.stdout.strip() or None
 
 
 def versions() -> dict[str, str]:
