@@ -23,7 +23,7 @@ from common.store import read_json
 
 @dataclass
 class Args:
-    run: Annotated[Path, tyro.conf.Positional]
+    run: Annotated[Path, tyro.conf.Positional] = tyro.MISSING
     """directory of a finished run, which ends in seed1 or the like"""
     data: Name = ""
     """name of the dataset; empty: that of the run"""
@@ -37,11 +37,6 @@ class Args:
     """transitions at a time"""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """where the model runs; auto takes the GPU if there is one"""
-
-
-def default_args(argv: list[str]) -> Args:
-    """A command line without a run is an error."""
-    return Args(tyro.MISSING)
 
 
 def read_run(folder: Path) -> report.Run:
@@ -98,4 +93,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    cli(main, default_args)
+    cli(main, Args())

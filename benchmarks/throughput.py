@@ -38,6 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import benchmark
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import about, clock
@@ -139,15 +140,6 @@ def count_flops(function: Callable[[], Tensor], backward: bool) -> int:
             with torch.no_grad():
                 function()
     return counter.get_total_flops()
-
-
-def first_rows(batch: Any, rows: int) -> Any:
-    """The first rows of every tensor of a batch (a dictionary, or a named tuple of tensors, batches and None)."""
-    if isinstance(batch, dict):
-        return {name: value[:rows] for name, value in batch.items()}
-    if isinstance(batch, tuple):
-        return type(batch)(*(first_rows(value, rows) for value in batch))
-    return None if batch is None else batch[:rows]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -302,7 +294,7 @@ def measure_variant(args: Any, module: Any, device: torch.device, add: Callable[
             timed = TimedSampler(sampler, args, device)
             try:
                 rows = min(2, sampler.batch_size)  # enough, since operations grow linearly with the batch
-                few = first_rows(sampler.next(), rows)
+                few = tree_map_only(Tensor, lambda values: values[:rows], sampler.next())
                 flops = count_flops(lambda: loss_fn(model, few, run_args)[0], backward=True) // rows
                 model.zero_grad(set_to_none=True)
                 # Its progress bar would count to a number of updates that is never reached.

@@ -7,7 +7,6 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -186,34 +185,31 @@ def held_out_distractors(test_set: Dataset, args: Any, run_dir: Path) -> Distrac
 
 
 def _distractors(test_set: Dataset, clips_dir: Path | None) -> DistractorConfig:
-    settings, task = test_set.plan["distractors"], get_task(test_set.env)
+    settings = test_set.plan["distractors"]
     if test_set.render == "clean" or settings is None:
         return DistractorConfig()
     kind, folder = settings["backgrounds"], Path("data/DAVIS") if clips_dir is None else clips_dir
-    if kind == "folder" and clips_dir is None:
-        raise UserError(
-            f"{test_set.folder} was made with a folder of clips; name it for the evaluation: --clips-dir DIR"
-        )
+    clips = settings["clips"]
     config = DistractorConfig(
         backgrounds=str(folder) if kind == "folder" else kind,
         davis_dir=folder,
-        num_videos=len(settings["clips"] or ()),
+        num_videos=None if clips is None else len(clips),
         camera_scale=settings["camera_scale"],
         color_scale=settings["color_scale"],
     )
-    if settings["clips"] is None:  # imported from the paper's authors, whose clips are not known
-        return replace(config, num_videos=None)
+    if clips is None:  # imported from the paper's authors, whose clips are not known
+        return config
     if clips_dir is not None and not clips_dir.is_dir():
         raise UserError(f"--clips-dir {clips_dir} is no folder")
     try:
-        digest = clips_digest(config, task, "test", test_set.image_size)
+        digest = clips_digest(config, get_task(test_set.env), "test", test_set.image_size)
     except UserError as error:
         raise UserError(
             f"the evaluation needs the clips that made {test_set.folder}; name their folder with --clips-dir ({error})"
         ) from error
-    if digest != settings["clips"]:
+    if digest != clips:
         raise UserError(
-            f"the clips in {folder} are not those that made {test_set.folder} ({', '.join(settings['clips'])}); "
+            f"the clips in {folder} are not those that made {test_set.folder} ({', '.join(clips)}); "
             "name the folder that make_dataset.py used: --clips-dir DIR"
         )
     return config
