@@ -47,11 +47,10 @@ class Range:
         fits = value > self.low if self.above else value >= self.low
         if fits and value <= self.high and abs(value) < math.inf:
             return ""
+        limits = f"a finite number {'above' if self.above else 'of at least'} {self.low}"
         if math.isfinite(self.high):
-            return f"is {value}, must be from {self.low} to {self.high}"
-        return f"is {value}, must be a finite number " + (
-            f"above {self.low}" if self.above else f"of at least {self.low}"
-        )
+            limits = f"from {self.low} to {self.high}"
+        return f"is {value}, must be {limits}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +64,8 @@ class PathComponent:
                 f"is {value!r}: it becomes the name of a folder or file, so it must not be . or .. or hold slashes or "
                 "control characters"
             )
-        if len(os.fsencode(value)) > 200:
-            return (
-                f"has {len(os.fsencode(value))} bytes, must have at most 200: it becomes the name of a folder or file"
-            )
+        if (size := len(os.fsencode(value))) > 200:
+            return f"has {size} bytes, must have at most 200: it becomes the name of a folder or file"
         return ""
 
 
