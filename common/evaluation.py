@@ -434,17 +434,9 @@ def write_result(
     """
     metrics = {"eval/nmse": probed["nmse"], "eval/nmse_untrained": probed["untrained"]} if probed else {}
     best = decoded[-1] if decoded else {}
-    if "errors" in best:
-        metrics |= {f"eval/open_loop_{name}": error for name, error in best["errors"].items()}
-    elif best:
-        metrics |= {
-            "eval/return": best["return_mean"],
-            "eval/return_std": best["return_std"],
-            "eval/normalised_paper": best["normalised_paper"],
-            "eval/normalised_dataset": best["normalised_dataset"],
-        }
-        if "success_rate" in best:
-            metrics["eval/success_rate"] = best["success_rate"]
+    metrics |= {f"eval/open_loop_{name}": error for name, error in best.get("errors", {}).items()}
+    scores = ("return_mean", "return_std", "normalised_paper", "normalised_dataset", "success_rate")
+    metrics |= {f"eval/{name.removesuffix('_mean')}": best[name] for name in scores if name in best}
     _log(run, metrics)
     drawn = [
         *drawn,
