@@ -7,8 +7,7 @@ For each split of data/others, in runs/masklam/mine/default/seed1/latents/others
 time. Of models that predict pixels also transfer.png and .gif, one episode's latent actions applied to another's frame.
 """
 
-import importlib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,7 +15,7 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
-from common import evaluation, recorded, runs
+from common import evaluation, recorded, report, runs
 from common.cli import Count, Name, Progress, UserError, cli
 from common.dataset import Dataset
 from common.store import read_json
@@ -24,7 +23,7 @@ from common.store import read_json
 
 @dataclass
 class Args:
-    run: Annotated[Path, tyro.conf.Positional]
+    run: Annotated[Path, tyro.conf.Positional] = tyro.MISSING
     """directory of a finished run, which ends in seed1 or the like"""
     data: Name = ""
     """name of the dataset; empty: that of the run"""
@@ -40,40 +39,14 @@ class Args:
     """where the model runs; auto takes the GPU if there is one"""
 
 
-def default_args(argv: list[str]) -> Args:
-    """A command line without a run is an error."""
-    return Args(tyro.MISSING)
-
-
-def load_run(folder: Path, device: torch.device) -> tuple[Any, Any, torch.nn.Module, int]:
-    """The script's module, the run's arguments, its trained latent action model, and the frames' size in pixels.
-
-    Raises UserError if the folder holds no finished run of a method script.
-    """
+def read_run(folder: Path) -> report.Run:
+    """The finished run in a folder, wherever it was moved to. UserError if there is none."""
     try:
-        result, state = read_json(folder / "result.json"), runs.read_checkpoint(folder / "lam.pt")
-        script, values, plan = result["script"], result["args"], result["dataset"]["train"]["plan"]
+        result = read_json(folder / "result.json", keys=("script", "env", "variant", "seed", "args"))
     except FileNotFoundError as error:
         raise UserError(f"{error.filename} is missing: name the directory of a finished run, as .../seed1") from error
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise UserError(f"{folder}: its result or its model cannot be read ({error!r:.200})") from error
-    if script not in runs.method_scripts():
-        raise UserError(f"{folder}: a run of {script}.py, which is not here beside export_latents.py")
-    module = importlib.import_module(script)
-    default = module.defaults([f"--env={values['env']}", *(["--quick"] if values["quick"] else [])])
-    known = {}
-    for field in fields(default):
-        value = values.get(field.name, getattr(default, field.name))
-        if runs.is_runtime(field):  # folders and the like
-            value = None if value is None else Path(value) if "Path" in str(field.type) else value
-        known[field.name] = tuple(value) if isinstance(value, list) else value
-    args = type(default)(**known)
-    model = module.LatentActionModel(args, plan["image_size"], max(plan["action_dim"], 1))
-    try:
-        model.load_state_dict(state["model"])
-    except (RuntimeError, KeyError) as error:
-        raise UserError(f"{folder / 'lam.pt'}: not the weights of {script}.py as it is now ({error!r:.200})") from error
-    return module, args, model.to(device, memory_format=torch.channels_last).eval(), plan["image_size"]
+    names = {name: result[name] for name in ("script", "env", "variant", "seed", "args")}
+    return report.Run(folder, **names, result=result)
 
 
 def export(args: Args, dataset: Dataset, module: Any, run_args: Any, model: torch.nn.Module, folder: Path) -> None:
@@ -94,7 +67,10 @@ def export(args: Args, dataset: Dataset, module: Any, run_args: Any, model: torc
 
 def main(args: Args) -> None:
     device = runs.choose_device(args.device)
-    module, run_args, model, size = load_run(args.run, device)
+    run = read_run(args.run)
+    module, run_args, model = report.load_model(run)
+    model.to(device, memory_format=torch.channels_last)
+    size = run.result["dataset"]["train"]["plan"]["image_size"]
     if "frames" not in module.input_fields(run_args):
         raise UserError(f"{args.run}: {module.__name__}.py does not see frames but slots, which only its own run has")
     changes = {"env": args.data or run_args.env, "data_dir": args.data_dir or run_args.data_dir}
@@ -117,4 +93,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    cli(main, default_args)
+    cli(main, Args())

@@ -47,11 +47,10 @@ class Range:
         fits = value > self.low if self.above else value >= self.low
         if fits and value <= self.high and abs(value) < math.inf:
             return ""
+        limits = f"a finite number {'above' if self.above else 'of at least'} {self.low}"
         if math.isfinite(self.high):
-            return f"is {value}, must be from {self.low} to {self.high}"
-        return f"is {value}, must be a finite number " + (
-            f"above {self.low}" if self.above else f"of at least {self.low}"
-        )
+            limits = f"from {self.low} to {self.high}"
+        return f"is {value}, must be {limits}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +64,8 @@ class PathComponent:
                 f"is {value!r}: it becomes the name of a folder or file, so it must not be . or .. or hold slashes or "
                 "control characters"
             )
-        if len(os.fsencode(value)) > 200:
-            return (
-                f"has {len(os.fsencode(value))} bytes, must have at most 200: it becomes the name of a folder or file"
-            )
+        if (size := len(os.fsencode(value))) > 200:
+            return f"has {size} bytes, must have at most 200: it becomes the name of a folder or file"
         return ""
 
 
@@ -237,8 +234,7 @@ def cli(main: Callable[[Any], None], default: Any) -> None:
         args = tyro.cli(type(default), default=default, description=sys.modules["__main__"].__doc__)
         main(checked(args))
     except UserError as error:
-        print(f"{name}: error: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(f"{name}: error: {error}")  # with code 1
     except Stopped as stopped:
         print(f"{name}: stopped: {stopped}; rerun the same command to resume", file=sys.stderr)
         sys.exit(128 + (_stop_signal or signal.SIGINT))
@@ -251,11 +247,9 @@ def cli(main: Callable[[Any], None], default: Any) -> None:
     except OSError as error:
         if error.errno is None:
             raise
-        print(f"{name}: error: {describe(error)}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(f"{name}: error: {describe(error)}")
     except MemoryError as error:
-        print(f"{name}: error: {error or 'out of memory'}; {advice(errno.ENOMEM)}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(f"{name}: error: {error or 'out of memory'}; {advice(errno.ENOMEM)}")
 
 
 class _Lines:

@@ -7,7 +7,6 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
+from gymnasium.wrappers import FrameStackObservation
 from torch import Tensor
 
 from common import pictures, recorded, runs
@@ -80,32 +80,22 @@ def held_out_batch(test_set: Dataset, device: torch.device, fields: tuple[str, .
 # Linear probe
 
 
-class LinearProbe:
-    """Least squares with bias from z to actions, from streamed float64 normal equations."""
+def linear_probe(pairs: Pairs) -> Tensor:
+    """Least squares with bias from z to actions, from streamed float64 normal equations.
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.xx: Tensor | None = None
-        self.xy: Tensor | None = None
-
-    def add(self, z: Tensor, action: Tensor) -> None:
-        """Adds a batch: z (B, d_z), action (B, A)."""
+    Returns the weights, float64 (d_z + 1, A), bias last; the shortest of all solutions if z does not span its space.
+    """
+    count, xx, xy = 0, torch.zeros(()), torch.zeros(())
+    for z, action in pairs:
         x = torch.cat([z.double(), z.new_ones(len(z), 1, dtype=torch.float64)], dim=1)
-        xx, xy = x.T @ x, x.T @ action.double()
-        self.count += len(z)
-        self.xx = xx if self.xx is None else self.xx + xx
-        self.xy = xy if self.xy is None else self.xy + xy
-
-    def solve(self) -> Tensor:
-        """The weights, float64 (d_z + 1, A), bias last; the shortest of all solutions if z does not span its space."""
-        assert self.xx is not None and self.xy is not None
-        xx, xy = (value.cpu().numpy() / self.count for value in (self.xx, self.xy))
-        # Columns are brought to one scale first, so that the cut-off for null directions means the same for each.
-        scale = np.sqrt(np.maximum(np.diag(xx), 1e-300))
-        values, vectors = np.linalg.eigh(xx / scale[:, None] / scale[None])
-        kept = values > values[-1] * len(values) * np.finfo(np.float64).eps
-        solution = (vectors[:, kept] / values[kept]) @ (vectors[:, kept].T @ (xy / scale[:, None]))
-        return torch.from_numpy(solution / scale[:, None])
+        count, xx, xy = count + len(z), xx + x.T @ x, xy + x.T @ action.double()
+    xx, xy = (value.cpu().numpy() / count for value in (xx, xy))
+    # Columns are brought to one scale first, so that the cut-off for null directions means the same for each.
+    scale = np.sqrt(np.maximum(np.diag(xx), 1e-300))
+    values, vectors = np.linalg.eigh(xx / scale[:, None] / scale[None])
+    kept = values > values[-1] * len(values) * np.finfo(np.float64).eps
+    solution = (vectors[:, kept] / values[kept]) @ (vectors[:, kept].T @ (xy / scale[:, None]))
+    return torch.from_numpy(solution / scale[:, None])
 
 
 def nmse(train: Pairs, test: Pairs, variance: float) -> dict[str, Any]:
@@ -117,10 +107,7 @@ def nmse(train: Pairs, test: Pairs, variance: float) -> dict[str, Any]:
 
     Returns ``nmse`` and ``per_dimension``: each dimension's mean squared error over the same denominator.
     """
-    probe = LinearProbe()
-    for z, action in train:
-        probe.add(z, action)
-    weights = probe.solve()
+    weights = linear_probe(train)
     total, count = torch.zeros(weights.shape[1], dtype=torch.float64), 0
     for z, action in test:
         prediction = z.double() @ weights[:-1].to(z.device) + weights[-1].to(z.device)
@@ -130,45 +117,49 @@ def nmse(train: Pairs, test: Pairs, variance: float) -> dict[str, Any]:
     return {"nmse": error.mean().item(), "per_dimension": error.tolist()}
 
 
-def saved_on_the_way(pairs: Pairs, path: Path, step: int) -> Pairs:
-    """The same pairs; after the last one, every `step`-th is written to look at: `z` (N, d_z), `action` (N, A)."""
-    shown: list[tuple[np.ndarray, np.ndarray]] = []
-    count = 0
-    for z, action in pairs:
-        rows = slice(-count % step, None, step)
-        shown.append((z[rows].cpu().numpy(), action[rows].cpu().numpy()))
-        count += len(z)
-        yield z, action
-    latents, actions = (np.concatenate(column) for column in zip(*shown))
-    with atomic_path(path) as temporary:
-        np.savez(temporary, z=latents, action=actions, step=step)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Rollouts
 
 
 class _Episodes(gymnasium.Wrapper):
-    """Runs the episodes first, first + stride, ... of the evaluation, one after the other, and idles after the last."""
+    """Runs the episodes first, first + stride, ... of the evaluation, one after the other, and idles after the last.
+
+    Observations are stacks of three, the newest last; before an episode's first one they repeat it. The info of an
+    episode's last step has its `number`, `return`, `length` and `success`.
+    """
 
     def __init__(self, make: Callable[[], gymnasium.Env], first: int, stride: int, episodes: int) -> None:
-        super().__init__(make())
+        super().__init__(FrameStackObservation(make(), 3))
         self.number, self.stride, self.episodes = first - stride, stride, episodes
         self.last: Any = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         self.number += self.stride
-        if self.number >= self.episodes:
-            return self.last, {}
-        seed = np.random.SeedSequence([EVALUATION_SEED, self.number]).generate_state(1)[0]
-        self.last, info = self.env.reset(seed=int(seed))
-        return self.last, info
+        self.total, self.length, self.success = 0.0, 0, False
+        if self.number < self.episodes:
+            seed = np.random.SeedSequence([EVALUATION_SEED, self.number]).generate_state(1)[0]
+            self.last, _ = self.env.reset(seed=int(seed))
+        return self.last, {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         if self.number >= self.episodes:
             return self.last, 0.0, False, False, {}
-        self.last, *rest = self.env.step(action)
-        return self.last, *rest
+        self.last, reward, terminated, truncated, info = self.env.step(action)
+        self.total += float(reward)
+        self.length += 1
+        self.success |= bool(info.get("success", False))
+        ended = {"number": self.number, "return": self.total, "length": self.length, "success": self.success}
+        return self.last, reward, terminated, truncated, ended if terminated or truncated else {}
+
+
+def _maker(test_set: Dataset, distractors: DistractorConfig, args: Any) -> Callable[[], gymnasium.Env]:
+    """What makes an environment of the evaluation: as the test split was rendered, with held-out backgrounds."""
+    from common.envs import make_env  # only here: it imports the simulators
+
+    return partial(
+        make_env, test_set.env, split="test", renders=(test_set.render,), masks=False, quality=test_set.plan["quality"],
+        distractors=distractors, image_size=test_set.image_size, max_steps=args.eval_steps,
+    )  # fmt: skip
 
 
 def held_out_distractors(test_set: Dataset, args: Any, run_dir: Path) -> DistractorConfig:
@@ -186,47 +177,39 @@ def held_out_distractors(test_set: Dataset, args: Any, run_dir: Path) -> Distrac
     """
     if args.stages == "lam" or test_set.is_recorded or runs.is_finished(run_dir, args):
         return DistractorConfig()
-    from common.envs import make_env  # only here and in `rollout`: it imports the simulators
-
     config = _distractors(test_set, args.clips_dir)
-    env = make_env(
-        test_set.env, split="test", renders=(test_set.render,), masks=False, quality=test_set.plan["quality"],
-        distractors=config, image_size=test_set.image_size, max_steps=args.eval_steps,
-    )  # fmt: skip
+    env = _maker(test_set, config, args)()
     env.reset(seed=0)
     env.close()
     return config
 
 
 def _distractors(test_set: Dataset, clips_dir: Path | None) -> DistractorConfig:
-    settings, task = test_set.plan["distractors"], get_task(test_set.env)
+    settings = test_set.plan["distractors"]
     if test_set.render == "clean" or settings is None:
         return DistractorConfig()
     kind, folder = settings["backgrounds"], Path("data/DAVIS") if clips_dir is None else clips_dir
-    if kind == "folder" and clips_dir is None:
-        raise UserError(
-            f"{test_set.folder} was made with a folder of clips; name it for the evaluation: --clips-dir DIR"
-        )
+    clips = settings["clips"]
     config = DistractorConfig(
         backgrounds=str(folder) if kind == "folder" else kind,
         davis_dir=folder,
-        num_videos=len(settings["clips"] or ()),
+        num_videos=None if clips is None else len(clips),
         camera_scale=settings["camera_scale"],
         color_scale=settings["color_scale"],
     )
-    if settings["clips"] is None:  # imported from the paper's authors, whose clips are not known
-        return replace(config, num_videos=None)
+    if clips is None:  # imported from the paper's authors, whose clips are not known
+        return config
     if clips_dir is not None and not clips_dir.is_dir():
         raise UserError(f"--clips-dir {clips_dir} is no folder")
     try:
-        digest = clips_digest(config, task, "test", test_set.image_size)
+        digest = clips_digest(config, get_task(test_set.env), "test", test_set.image_size)
     except UserError as error:
         raise UserError(
             f"the evaluation needs the clips that made {test_set.folder}; name their folder with --clips-dir ({error})"
         ) from error
-    if digest != settings["clips"]:
+    if digest != clips:
         raise UserError(
-            f"the clips in {folder} are not those that made {test_set.folder} ({', '.join(settings['clips'])}); "
+            f"the clips in {folder} are not those that made {test_set.folder} ({', '.join(clips)}); "
             "name the folder that make_dataset.py used: --clips-dir DIR"
         )
     return config
@@ -242,27 +225,14 @@ def _start(makers: list[Callable[[], gymnasium.Env]]) -> gymnasium.vector.Vector
 
 
 def rollout(
-    act: Callable[[Tensor], Tensor],
-    task: Task,
-    render: str,
-    distractors: DistractorConfig,
-    quality: str,
-    *,
-    episodes: int,
-    num_envs: int,
-    device: torch.device,
-    image_size: int | None = None,
-    max_steps: int | None = None,
+    act: Callable[[Tensor], Tensor], test_set: Dataset, distractors: DistractorConfig, args: Any, device: torch.device
 ) -> dict[str, Any]:
-    """Runs the deterministic policy `act` for `episodes` episodes on held-out (test split) backgrounds.
+    """Runs the deterministic policy `act` in the environments of a test split, on held-out backgrounds.
 
     Args:
         act: uint8 frames (N, 3, H, W, 3), the newest last, to actions (N, A).
-        render: what the policy sees, clean or distractor.
-        distractors, quality: as for `common.envs.make_env`.
-        num_envs: environments in parallel, one process each; does not change the result's episodes.
-        image_size: height and width of the frames, if not the task's.
-        max_steps: shorter episodes than the task's.
+        distractors: see `held_out_distractors`.
+        args: a script's; its eval_envs environments, one process each, do not change the eval_episodes episodes.
 
     Returns ``return_mean``, ``return_std``, ``returns``, ``lengths``, ``max_steps`` and, on Meta-World,
     ``success_rate``.
@@ -270,44 +240,26 @@ def rollout(
     Raises:
         Stopped: a signal arrived.
     """
-    from common.envs import make_env
-
-    num_envs = min(num_envs, episodes)
-    make = partial(
-        make_env, task.name, split="test", renders=(render,), masks=False, quality=quality,
-        distractors=distractors, image_size=image_size, max_steps=max_steps,
-    )  # fmt: skip
+    episodes, task = args.eval_episodes, get_task(test_set.env)
+    num_envs, make = min(args.eval_envs, episodes), _maker(test_set, distractors, args)
     makers = [partial(_Episodes, make, first, num_envs, episodes) for first in range(num_envs)]
     returns, lengths, successes = np.full(episodes, np.nan), np.zeros(episodes, int), np.zeros(episodes, bool)
-    number = np.arange(num_envs)  # the episode that each environment is in
-    length, total, success = np.zeros(num_envs, int), np.zeros(num_envs), np.zeros(num_envs, bool)
     progress, envs = Progress("evaluation", episodes, "episodes"), None
     try:
         envs = _start(makers)
-        frame = envs.reset()[0][f"{render}/observation"]
-        stack = np.repeat(frame[:, None], 3, axis=1)  # (N, 3, H, W, 3): frames before the first one repeat it
-        starting = np.zeros(num_envs, bool)  # this step only resets the environment
-        while (number < episodes).any():
+        observation, _ = envs.reset()
+        while not lengths.all():  # an episode that has not ended has no length yet
             if stop_requested():
                 raise Stopped("these episodes start over")
             with torch.inference_mode():
-                action = act(torch.from_numpy(stack).to(device)).float().cpu().numpy()
-            observation, reward, terminated, truncated, info = envs.step(np.clip(action, -1, 1))
-            frame = observation[f"{render}/observation"]
-            stack = np.concatenate([stack[:, 1:], frame[:, None]], axis=1)
-            stack[starting] = frame[starting][:, None]
-            running = ~starting
-            length[running] += 1
-            total[running] += reward[running]
-            success |= running & np.asarray(info.get("success", np.zeros(num_envs)), bool)
-            ended = running & (terminated | truncated)
-            for env in np.flatnonzero(ended & (number < episodes)):
-                returns[number[env]], lengths[number[env]] = total[env], length[env]
-                successes[number[env]] = success[env]
+                frames = torch.from_numpy(observation[f"{test_set.render}/observation"])
+                action = act(frames.to(device)).float().cpu().numpy()
+            observation, *_, info = envs.step(np.clip(action, -1, 1))
+            for env in np.flatnonzero(info.get("_number", ())):
+                number = info["number"][env]
+                returns[number], lengths[number] = info["return"][env], info["length"][env]
+                successes[number] = info["success"][env]
                 progress.update(1, f"return {np.nanmean(returns):.1f}")
-            number[ended] += num_envs
-            length[ended], total[ended], success[ended] = 0, 0, False
-            starting = ended
     except (EOFError, ConnectionError) as error:
         if stop_requested():  # the signal ended the environments' processes too
             raise Stopped("these episodes start over") from error
@@ -325,7 +277,7 @@ def rollout(
         "return_std": float(returns.std()),
         "returns": returns.tolist(),
         "lengths": lengths.tolist(),
-        "max_steps": max_steps or task.max_steps,
+        "max_steps": args.eval_steps or task.max_steps,
     }
     if task.suite == "dmw":
         result["success_rate"] = float(successes.mean())
@@ -403,18 +355,18 @@ def probe(
         return value
 
     def compute() -> dict[str, Any]:
-        held_out = outputs(partial(encode, model), test_set, **windows)
+        held_out = [(z.cpu(), action.cpu()) for z, action in outputs(partial(encode, model), test_set, **windows)]
+        z, action = (torch.cat(column).numpy() for column in zip(*held_out))
         if test_set.is_recorded:
-            held_out = list(held_out)
-            for split, z in ((train_set, latents), (test_set, torch.cat([z for z, _ in held_out]).cpu())):
-                recorded.save_latents(run.dir / "latents", split, z)
+            for split, of_split in ((train_set, latents), (test_set, torch.from_numpy(z))):
+                recorded.save_latents(run.dir / "latents", split, of_split)
         if not train_set.action_dim:
             return {}
+        step = -(-len(z) // LATENTS_KEPT)
+        with atomic_path(run.dir / "latents.npz") as temporary:
+            np.savez(temporary, z=z[::step], action=action[::step], step=step)
         actions = torch.from_numpy(train_set.action[train_set.transitions].clip(-1, 1))
-        fitted_on = zip(latents.split(65536), actions.split(65536))
-        step = -(-test_set.num_transitions // LATENTS_KEPT)
-        held_out = saved_on_the_way(held_out, run.dir / "latents.npz", step)
-        trained = nmse(fitted_on, held_out, train_set.action_variance)
+        trained = nmse(zip(latents.split(65536), actions.split(65536)), held_out, train_set.action_variance)
         probed = trained | {"untrained": control()}
         _log(run, {"eval/nmse": probed["nmse"], "eval/nmse_untrained": probed["untrained"]})
         print(f"NMSE {probed['nmse']:.4f}, untrained {probed['untrained']:.4f}", flush=True)
@@ -452,20 +404,8 @@ def evaluate(
             )
             print(", ".join(f"{name} {error:.4f}" for name, error in errors["errors"].items()), flush=True)
             return errors
-        task = get_task(args.env)
-        rolled = rollout(
-            policy,
-            task,
-            test_set.render,
-            distractors,
-            test_set.plan["quality"],
-            episodes=args.eval_episodes,
-            num_envs=args.eval_envs,
-            device=device,
-            image_size=test_set.image_size,
-            max_steps=args.eval_steps,
-        )
-        return normalised_score(rolled, task, train_set) | rolled
+        rolled = rollout(policy, test_set, distractors, args, device)
+        return normalised_score(rolled, get_task(args.env), train_set) | rolled
 
     earlier = read_json(result)["decoders"] if result.exists() else []
     decoded = {entry["num_labels"]: entry for entry in earlier}  # of a run that gets further budgets
@@ -494,17 +434,9 @@ def write_result(
     """
     metrics = {"eval/nmse": probed["nmse"], "eval/nmse_untrained": probed["untrained"]} if probed else {}
     best = decoded[-1] if decoded else {}
-    if "errors" in best:
-        metrics |= {f"eval/open_loop_{name}": error for name, error in best["errors"].items()}
-    elif best:
-        metrics |= {
-            "eval/return": best["return_mean"],
-            "eval/return_std": best["return_std"],
-            "eval/normalised_paper": best["normalised_paper"],
-            "eval/normalised_dataset": best["normalised_dataset"],
-        }
-        if "success_rate" in best:
-            metrics["eval/success_rate"] = best["success_rate"]
+    metrics |= {f"eval/open_loop_{name}": error for name, error in best.get("errors", {}).items()}
+    scores = ("return_mean", "return_std", "normalised_paper", "normalised_dataset", "success_rate")
+    metrics |= {f"eval/{name.removesuffix('_mean')}": best[name] for name in scores if name in best}
     _log(run, metrics)
     drawn = [
         *drawn,

@@ -120,7 +120,6 @@ def save_latents(folder: Path, dataset: Dataset, latents: Tensor) -> list[Path]:
             values["seconds"] = np.array(dataset.episode_values("start_seconds"))[episode] + frame / dataset.plan["fps"]
     if dataset.action_dim:
         values["action"] = dataset.original_action(dataset.action[t])
-    folder.mkdir(parents=True, exist_ok=True)
     with atomic_path(folder / f"{dataset.split}.npz") as temporary:
         np.savez(temporary, **values)
 
@@ -178,7 +177,6 @@ def transfer(
     recorded = dataset.frames(steps + 1)
     zoom = max(1, round(192 / dataset.image_size))
     both = np.concatenate([recorded, shown], axis=2).repeat(zoom, axis=1).repeat(zoom, axis=2)
-    folder.mkdir(parents=True, exist_ok=True)
     with atomic_path(folder / "transfer.gif") as temporary:
         images = [Image.fromarray(image) for image in both]
         duration = round(1000 / (dataset.plan.get("fps") or 10))  # milliseconds of a frame

@@ -38,14 +38,12 @@ ROOT = Path(__file__).parents[1]
 
 def git_commit() -> str | None:
     """The commit of the code, with ``+changes`` if tracked files differ from it; None outside a repository."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
     try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-        status = subprocess.run(
-            ["git", "status", "--porcelain", "-uno"], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except OSError:  # no git
         return None
-    return commit.stdout.strip() + ("+changes" if status.stdout.strip() else "")
+    return done.stdout.strip() or None
 
 
 def versions() -> dict[str, str]:
@@ -251,7 +249,7 @@ class Run:
         self.commit, self.versions = git_commit(), versions()
         self._complete: set[str] = set()  # stages and tables that this process read or wrote
         self.metrics_path = self.dir / "metrics.jsonl"
-        self._metrics = open(self.metrics_path, "a", encoding="utf-8")
+        self.metrics_path.touch()
         self.wandb = None
 
     @classmethod
@@ -361,18 +359,16 @@ class Run:
     def log(self, stage: str, step: int, values: dict[str, float]) -> None:
         """Appends one line to ``metrics.jsonl``: stage, step (updates in this stage) and `values`."""
         line = {"stage": stage, "step": step} | {key: float(value) for key, value in values.items()}
-        self._metrics.write(json.dumps(line) + "\n")
-        self._metrics.flush()
+        with open(self.metrics_path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
         if self.wandb is not None:
             self.wandb.log({f"{stage}/step": step} | values)
 
     def rewind_metrics(self, stage: str, step: int) -> None:
         """Drops the lines of `stage` after `step`, which are written again."""
         lines = [line for line in read_metrics(self.dir) if not (line["stage"] == stage and line["step"] > step)]
-        self._metrics.close()
         with atomic_path(self.metrics_path) as temporary:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-        self._metrics = open(self.metrics_path, "a", encoding="utf-8")
 
     # Checkpoints
 
@@ -519,7 +515,6 @@ class Run:
 
     def close(self) -> None:
         """Ends the run's files; the directory is free for another process."""
-        self._metrics.close()
         if self.wandb is not None:
             self.wandb.finish()
         os.close(self._lock)

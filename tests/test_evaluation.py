@@ -3,6 +3,7 @@
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -69,10 +70,9 @@ def test_rollout_equals_a_plain_loop(num_envs: int, monkeypatch: pytest.MonkeyPa
             success |= info["success"]
         episodes.append((sum(rewards), len(rewards), success))
     returns, lengths, successes = zip(*episodes)
-    rolled = evaluation.rollout(
-        act, get_task("drawer-close"), "clean", DistractorConfig(), "fast",
-        episodes=5, num_envs=num_envs, device=CPU, image_size=8, max_steps=6,
-    )  # fmt: skip
+    test_set = SimpleNamespace(env="drawer-close", render="clean", plan={"quality": "fast"}, image_size=8)
+    args = lapo.Args(eval_episodes=5, eval_envs=num_envs, eval_steps=6)
+    rolled = evaluation.rollout(act, test_set, DistractorConfig(), args, CPU)
     assert rolled["returns"] == pytest.approx(returns, rel=1e-6) and len(set(returns)) == 5
     assert (rolled["return_mean"], rolled["return_std"]) == pytest.approx((np.mean(returns), np.std(returns)))
     assert rolled["lengths"] == list(lengths) and len(set(lengths)) > 1 and rolled["max_steps"] == 6

@@ -194,13 +194,14 @@ def written_run(runs_dir: Path, seed: int = 1) -> Path:
     folder = runs_dir / f"lapo/cheetah-run/default/seed{seed}"
     identity = {"train_hash": "d", "test_hash": "d"}
     store.write_json(folder / "args.json", runs.jsonable(args) | identity)
-    plan = {"image_size": 32, "expert": "student", "episode_length": 20}
+    plan = {"image_size": 32, "action_dim": 6, "expert": "student", "episode_length": 20}
     result = {
         "metrics": {"eval/nmse": 0.5, "eval/nmse_untrained": 0.75},
         "seconds": {"lam": 9.0},
         "stages": {"lam": {"samples_per_s": 80.0}, "policy": {}},
         "peak_memory_gib": 1.0,
         "machine": {"cpu": "a CPU", "gpu": None},
+        "commit": None,
         "dataset": {"train": {"plan": plan, "mean_return": 1.0, "success_rate": None, "action_variance": 0.5}},
         "decoders": [{"num_labels": 128_000, "normalised_paper": 0.5}],
     }

@@ -65,7 +65,7 @@ def write_run(
             "machine": {"cpu": "a CPU", "gpu": None},
         }
         result |= {"stages": {"lam": {"seconds": 3600.0, "samples_per_s": 80.0}}}
-        plan = {"image_size": 32, "expert": "laom", "episode_length": 250}
+        plan = {"image_size": 32, "action_dim": 6, "expert": "laom", "episode_length": 250}
         data = {"plan": plan, "mean_return": 123.5, "success_rate": None, "action_variance": 0.625}
         result["dataset"] = {"train": data}
         result["decoders"] = [{"num_labels": n, "normalised_paper": x} for n, x in (decoders or {}).items()]
