@@ -14,7 +14,8 @@ a product of large matrices that is measured here (bf16 on a GPU, float32 on a C
 LAPO-Slots' features while it learns slots, takes time but is not counted as operations.
 
 --loading measures instead how fast stage 1's batches come from the disk ("cold": the system has forgotten the files)
-and from memory ("hot"), with and without reading ahead; it reads an eighth of the set.
+and from memory ("hot"), with and without reading ahead; it reads an eighth of the set. --sharing measures how stage 1
+fares beside another process that keeps a core busy, with OMP_WAIT_POLICY=passive and without.
 """
 
 from __future__ import annotations
@@ -24,9 +25,13 @@ import contextlib
 import gc
 import importlib
 import io
+import itertools
+import json
 import os
 import re
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -80,6 +85,8 @@ class Options:
     """measure --compile and --channels-last on and off, and what the flags ask for a second time at the end"""
     loading: bool = False
     """measure how fast batches are read, cold and hot, and nothing else"""
+    sharing: bool = False
+    """measure how stage 1 shares the machine with another process, for both settings of OMP_WAIT_POLICY"""
     channels_last: bool = True
     """memory format of the networks' weights; the scripts use channels_last"""
     windows: Count = 5
@@ -205,6 +212,32 @@ def measure_loading(args: Any, module: Any) -> list[dict[str, Any]]:
         print(
             f"{entry['state']}, {entry['read_ahead']} batches read ahead: {entry['samples_per_s']:,.0f} samples/s "
             f"({min(rates):,.0f} to {max(rates):,.0f}), {from_disk:.2f} GB from disk",
+            flush=True,
+        )
+    return entries
+
+
+def measure_sharing(args: Any) -> list[dict[str, Any]]:
+    """Speed of stage 1 alone and beside a process that keeps a core busy, for both ways in which threads can wait."""
+    entries = []
+    for busy, policy in itertools.product((False, True), ("active", "passive")):
+        with contextlib.ExitStack() as stack:
+            if busy:
+                other = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+                stack.callback(other.kill)
+            out = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "out.json"
+            command = [sys.executable, "-m", "benchmarks.throughput", *sys.argv[1:]]
+            command += ["--no-sharing", "--trainings", "lam", "--stages", "lam", "--out", str(out)]
+            # "active" is what OpenMP does if nothing is said.
+            environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+            environment |= {"OMP_WAIT_POLICY": policy} if policy == "passive" else {}
+            if subprocess.run(command, env=environment, stdout=subprocess.DEVNULL).returncode:
+                raise UserError("--sharing: the measurement failed as the lines above say")
+            measured = json.loads(out.read_text(encoding="utf-8"))["measurements"][0]
+        entries.append({"busy_process": busy, "waiting": policy, "updates_per_s": 1 / measured["seconds_per_update"]})
+        print(
+            f"{'beside a busy process' if busy else 'alone'}, threads wait {policy}: "
+            f"{entries[-1]['updates_per_s']:.2f} updates/s",
             flush=True,
         )
     return entries
@@ -351,8 +384,8 @@ def line(entry: dict[str, Any]) -> str:
 def main(args: Any) -> None:
     module, device = importlib.import_module(args.script), runs.choose_device(args.device)
     result: dict[str, Any] = about("benchmarks.throughput", args) | {"complete": False}
-    if args.loading:
-        result["measurements"] = measure_loading(args, module)
+    if args.loading or args.sharing:
+        result["measurements"] = measure_loading(args, module) if args.loading else measure_sharing(args)
         if args.out is not None:
             write_json(args.out, result | {"complete": True})
         return
