@@ -44,7 +44,15 @@ from common.cli import (
 from common.distractors import DistractorConfig, clips_digest
 from common.experts import default_expert, load_expert
 from common.runs import versions
-from common.shards import SHARD_BYTES, Split, frame_bytes, frame_schema, shard_episodes, write_shard
+from common.shards import (
+    SHARD_BYTES,
+    Split,
+    describe_command,
+    frame_bytes,
+    frame_schema,
+    shard_episodes,
+    write_shard,
+)
 from common.tasks import TASKS, get_task
 
 if TYPE_CHECKING:  # torch comes with it, which no worker needs
@@ -115,7 +123,6 @@ class Args:
 
 
 RUNTIME_FIELDS = {"data_dir", "workers", "split", "verify", "preview"}  # they do not change what a shard holds
-PATH_FIELDS = {"expert_dir", "davis_dir"}
 
 
 def default_args(argv: list[str]) -> Args:
@@ -139,17 +146,13 @@ def task_args(argv: list[str], env: str) -> Args:
     return one
 
 
-def describe_command(args: Args) -> str:
+def command(args: Args) -> str:
     """The command that makes the same shards, for the messages of readers. Folders of this machine are not told."""
-    default = default_args(["--env", args.env] + ["--quick"] * args.quick)
-    words = ["python make_dataset.py", f"--env {args.env}"] + ["--quick"] * args.quick
-    for name, value in vars(args).items():
-        if name in RUNTIME_FIELDS | {"env", "quick"} or value == getattr(default, name):
-            continue
-        if name in PATH_FIELDS or (name == "backgrounds" and value not in ("davis", "synthetic")):
-            value = name.upper()
-        words.append(f"--{name.replace('_', '-')} {value}")
-    return " ".join(words)
+    words = ["--env", args.env] + ["--quick"] * args.quick
+    if args.backgrounds not in ("davis", "synthetic"):
+        args = replace(args, backgrounds=Path(args.backgrounds))
+    start = " ".join(["python make_dataset.py", *words])
+    return describe_command(start, args, default_args(words), RUNTIME_FIELDS | {"env", "quick"})
 
 
 # ---------------------------------------------------------------------------------------------------------------- plan
@@ -280,7 +283,7 @@ class Maker:
         arrays = {name: buffer[: starts[-1]] for name, buffer in self.buffers.items()}
         arrays["episode_start"] = np.array(starts, np.int64)
         columns = {name: [episode[name] for episode in episodes] for name in episodes[0]}
-        write_shard(path, plan, arrays, columns, {"command": describe_command(self.args), "versions": versions()})
+        write_shard(path, plan, arrays, columns, {"command": command(self.args), "versions": versions()})
         return starts[-1] - len(episodes)
 
     def close(self) -> None:
@@ -404,17 +407,14 @@ def check_disk(folder: Path, needed: int) -> None:
 def report(dataset: "Dataset") -> None:
     """Prints what a split holds, beside the paper's numbers."""
     task, returns, success = get_task(dataset.env), dataset.episode_return, dataset.episode_success
-    size = sum(shard.path.stat().st_size for shard in dataset.shards)
     length = dataset.plan["episode_length"]
     steps = f" within {task.max_steps} steps, these have at most {length}" if length < task.max_steps else ""
     expert = f" (paper's expert {task.expert_score}{steps})"
-    print(f"{dataset.folder}: {len(dataset.shards)} shards, {dataset.num_transitions:,} transitions in "
-          f"{dataset.num_episodes:,} episodes, {size / 1e9:.2f} GB")  # fmt: skip
+    print(dataset.describe())
     if success is not None:
         print(f"  success rate {success.mean():.3f}{expert}")
     print(f"  mean return {returns.mean():.1f} +- {returns.std():.1f}{expert if success is None else ''}")
     print(f"  action variance {dataset.action_variance:.4f} (paper {task.action_variance})")
-    print(f"  hash {dataset.hash}")
 
 
 def preview(dataset: "Dataset", columns: int = 10) -> Path:
@@ -437,20 +437,6 @@ def preview(dataset: "Dataset", columns: int = 10) -> Path:
     return pictures.rows(path, rows, title=f"{dataset.env}, {dataset.split}: first episode")
 
 
-def verify(dataset: "Dataset") -> None:
-    """Reads a split again and compares it with its hashes."""
-    progress = Progress(f"verify {dataset.env}/{dataset.split}", dataset.num_frames, "frames")
-
-    def update(frames: int) -> None:
-        progress.update(frames)
-        if stop_requested():
-            raise Stopped("nothing was changed")
-
-    dataset.verify(update)
-    progress.close()
-    print(f"{dataset.folder}: {len(dataset.shards)} shards are as they were written, hash {dataset.hash}")
-
-
 def main(args: Args, argv: list[str] | None = None) -> None:
     """`argv`: the command line that `args` came from, for `--env all`; default: that of this process."""
     from common.dataset import Dataset
@@ -460,7 +446,7 @@ def main(args: Args, argv: list[str] | None = None) -> None:
     tasks = [task_args(argv, env) for env in TASKS] if args.env == "all" else [args]
     if args.verify:
         for one, name in itertools.product(tasks, names):
-            verify(Dataset(args.data_dir, one.env, name, render=None))
+            Dataset(args.data_dir, one.env, name, render=None).verify()
         return
     # Everything is checked before the first shard is made.
     planned = [[Split(one.data_dir / one.env / name, make_plan(one, name)) for name in names] for one in tasks]

@@ -30,9 +30,18 @@ import numpy as np
 import tyro
 
 from common import media, pictures, runs, sam, store
-from common.cli import Count, Name, Progress, Range, Stopped, UserError, cli, stop_requested
+from common.cli import Count, Name, Range, UserError, cli
 from common.dataset import Dataset
-from common.shards import DERIVED, Shard, derived_path, read_derived, write_derived
+from common.shards import (
+    DERIVED,
+    Shard,
+    derived_path,
+    describe_command,
+    read_derived,
+    read_finished,
+    write_derived,
+)
+from common.store import StoppableProgress
 from common.tasks import TASKS, get_task
 
 RESERVED = ("gt", *DERIVED)  # the simulator's masks, and other files beside the shards
@@ -77,6 +86,10 @@ class Args:
     """torch.compile SAM's networks; None: on a GPU"""
 
 
+# What `command` says itself, or what does not change the masks.
+HIDDEN_FIELDS = set("env split render import_dir show_boxes data_dir batch_episodes device compile".split())
+
+
 @dataclass
 class Job:
     """One split whose shards are to have masks."""
@@ -90,17 +103,8 @@ class Job:
     hashes: dict[tuple[Path, str], bytes] = field(default_factory=dict)  # (shard, array) -> of the masks in --import
 
 
-class Frames(Progress):
-    """Counts frames; ends the work at a signal."""
-
-    def update(self, count: int = 1) -> None:
-        super().update(count)
-        if stop_requested():
-            raise Stopped("the complete mask files stay")
-
-
 # Masks of a shard in a render: bit-packed uint8 (T, H W / 8).
-Segment = Callable[[Job, Shard, str, Frames], np.ndarray]
+Segment = Callable[[Job, Shard, str, StoppableProgress], np.ndarray]
 
 
 def open_jobs(args: Args) -> list[Job]:
@@ -187,19 +191,11 @@ def finished(job: Job, shard: Shard, announce: bool = False) -> dict[str, np.nda
 
     UserError if it was made with other settings. `announce` prints what is wrong with a damaged one.
     """
-    path = derived_path(shard.path, job.name)
-    try:
-        stored = read_derived(shard, job.name)
-    except store.Damaged as error:
-        if announce and path.exists():
-            print(f"{error}; making it again")
+    advice = "give these masks another --name, or remove the old ones: "
+    advice += f"rm {shlex.quote(str(shard.path.parent))}/*.{job.name}.h5"
+    stored = read_finished(shard, job.name, job.settings, advice, announce)
+    if stored is None:
         return {}
-    settings = {key: value for key, value in stored.attributes["settings"].items() if key in job.settings}
-    if lines := store.differences(settings, job.settings):
-        raise UserError(
-            f"{path}: made with other settings ({', '.join(lines)}); give these masks another --name, or remove the "
-            f"old ones: rm {shlex.quote(str(path.parent))}/*.{job.name}.h5"
-        )
     hashes = {name: stored.hashes[name].tobytes() for name in stored.arrays}
     return {name: stored.arrays[name] for name in hashes if job.hashes.get((shard.path, name)) in (None, hashes[name])}
 
@@ -211,15 +207,8 @@ def missing_frames(job: Job, shard: Shard) -> int:
 
 def command(args: Args, env: str) -> str:
     """The command that makes the same masks, for the messages of readers, without folders of this machine."""
-    words = ["python", "make_masks.py", "--env", env]
-    words += ["--import", "DIR"] if args.import_dir else []
-    for name in ("name", "model", "image_size"):
-        if getattr(args, name) != getattr(Args, name):
-            words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    words += ["--checkpoint", "FILE"] if args.checkpoint else []
-    words += ["--box", *map(str, args.box)] if args.box else []
-    words += ["--boxes", "FILE"] if args.boxes else []
-    return " ".join(words)
+    start = f"python make_masks.py --env {env}" + (" --import DIR" if args.import_dir else "")
+    return describe_command(start, args, Args, HIDDEN_FIELDS)
 
 
 def make(args: Args, places: dict[Path, tuple[Job, Shard]], segment: Segment | None) -> None:
@@ -239,7 +228,7 @@ def make(args: Args, places: dict[Path, tuple[Job, Shard]], segment: Segment | N
     if not total:
         print(f"masks '{args.name}' are complete")
         return
-    with Frames(f"masks '{args.name}'", total, "frames") as progress:
+    with StoppableProgress(f"masks '{args.name}'", total, "frames") as progress:
         store.fill(paths=lambda: places, is_missing=lambda path: missing_frames(*places[path]) > 0, make=make_file)
 
 
@@ -256,7 +245,7 @@ def load_sam(args: Args, jobs: list[Job]) -> Segment:
     for job in jobs:
         job.settings["checkpoint_sha256"] = digest
 
-    def segment(job: Job, shard: Shard, render: str, progress: Frames) -> np.ndarray:
+    def segment(job: Job, shard: Shard, render: str, progress: StoppableProgress) -> np.ndarray:
         episodes = np.split(shard.arrays[f"{render}/observation"], shard.episode_start[1:-1])
         batch = args.batch_episodes or (8 if device.type == "cuda" else 1)
         before = sum(earlier.num_episodes for earlier in job.dataset.shards[: job.dataset.shards.index(shard)])
@@ -314,7 +303,7 @@ def read_episode(path: Path, frames: int, size: int) -> np.ndarray:
     return np.packbits(np.stack(masks).reshape(frames, -1), axis=1)
 
 
-def read_import(job: Job, shard: Shard, render: str, progress: Frames) -> np.ndarray:
+def read_import(job: Job, shard: Shard, render: str, progress: StoppableProgress) -> np.ndarray:
     """The masks of a shard from --import."""
     masks = []
     for path, frames in zip(job.paths[shard.path, render], np.diff(shard.episode_start).tolist()):
@@ -325,7 +314,9 @@ def read_import(job: Job, shard: Shard, render: str, progress: Frames) -> np.nda
 
 def check_import(args: Args, jobs: list[Job]) -> Segment:
     """Reads all masks in --import once, so that what is wrong shows before any is written; hashes tell which differ."""
-    with Frames("checking", sum(job.dataset.num_frames * len(job.renders) for job in jobs), "frames") as progress:
+    with StoppableProgress(
+        "checking", sum(job.dataset.num_frames * len(job.renders) for job in jobs), "frames"
+    ) as progress:
         for job, render in [(each, render) for each in jobs for render in each.renders]:
             folder = args.import_dir / job.dataset.env / job.dataset.split / render
             if job.dataset.is_recorded and not folder.is_dir():

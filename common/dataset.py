@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import functools
 import hashlib
+import itertools
 import mmap
 import shlex
 from collections.abc import Callable, Iterable, Iterator
@@ -22,8 +23,8 @@ import torch
 
 from common import store
 from common.cli import UserError
-from common.shards import DERIVED, Shard, derived_path, missing_shards, read_derived, read_shard, shard_paths
-from common.store import Damaged
+from common.shards import DERIVED, Shard, Split, derived_path, read_derived, read_shard, shard_paths
+from common.store import Damaged, StoppableProgress
 from common.tasks import TASKS
 
 TRAINING_BYTES = 24 * 2**30  # what training takes at most beside the data: the peak that the paper reports
@@ -121,7 +122,7 @@ class Dataset:
             try:
                 shards.append(read_shard(path))
                 # Actions are small, and read as a whole anyway.
-                store.verify(shards[-1].stored, {"action"} & shards[-1].arrays.keys())
+                store.verify(shards[-1], {"action"} & shards[-1].arrays.keys())
             except Damaged as error:
                 raise self._damaged(error, path, self.command) from error
         first = shards[0]
@@ -137,9 +138,12 @@ class Dataset:
                     f"{shard.path}: made with other settings than {first.path.name} ({fields}); remove the folder "
                     f"{self.folder} or the odd shards and run: {self.command}"
                 )
-        missing = missing_shards(shards)
-        if missing:
-            raise UserError(f"{self.folder}: incomplete, {missing}; finish it with: {self.command}")
+        split = Split(self.folder, first.plan, {shard.path: shard.num_transitions for shard in shards})
+        if missing := split.first_missing():
+            raise UserError(
+                f"{self.folder}: incomplete, {missing.name} is missing and {len(shards)} shards are there; finish it "
+                f"with: {self.command}"
+            )
         return shards
 
     def _open_masks(self, source: str) -> None:
@@ -170,22 +174,24 @@ class Dataset:
         self.mask_hash = hashlib.sha256("".join(hashes).encode()).hexdigest()
         self._rows["masks"] = parts
 
-    def verify(self, progress: Callable[[int], None] = lambda frames: None) -> None:
+    def verify(self) -> None:
         """Re-read and re-hash every episode of both renders, and what was derived from the shards (masks, flow).
 
-        Raises UserError naming file and episode. `progress` is called after each shard with its number of frames.
+        Raises UserError naming file and episode, and Stopped at a signal.
         """
-        for shard in self.shards:
-            path, command = shard.path, self.command
-            try:
-                store.verify(shard.stored)
-                for path in sorted(self.folder.glob(f"{shard.path.stem}.*.h5")):
-                    source = path.name.split(".")[1]
-                    command = "" if source in DERIVED else self._mask_command(source)  # training makes those again
-                    store.verify(read_derived(shard, source))
-            except Damaged as error:
-                raise self._damaged(error, path, command) from error
-            progress(shard.frames)
+        with StoppableProgress(f"verify {self.env}/{self.split}", self.num_frames, "frames") as progress:
+            for shard in self.shards:
+                path, command = shard.path, self.command
+                try:
+                    store.verify(shard)
+                    for path in sorted(self.folder.glob(f"{shard.path.stem}.*.h5")):
+                        source = path.name.split(".")[1]
+                        command = "" if source in DERIVED else self._mask_command(source)  # training makes those again
+                        store.verify(read_derived(shard, source))
+                except Damaged as error:
+                    raise self._damaged(error, path, command) from error
+                progress.update(shard.frames)
+        print(f"{self.folder}: {len(self.shards)} shards are as they were written, hash {self.hash}")
 
     # --- content
 
@@ -276,6 +282,12 @@ class Dataset:
             action = np.clip(self.action[chunk].astype(np.float64), -1, 1)
             count, total, squares = count + len(action), total + action.sum(0), squares + (action**2).sum(0)
         return float((squares / count - (total / count) ** 2).mean())
+
+    def describe(self) -> str:
+        """Its folder and size in a line."""
+        size = sum(shard.path.stat().st_size for shard in self.shards)
+        counts = f"{self.num_transitions:,} transitions in {self.num_episodes:,} episodes"
+        return f"{self.folder}: {len(self.shards)} shards, {counts}, {size / 1e9:.2f} GB, hash {self.hash}"
 
     def summary(self) -> dict[str, Any]:
         """What a result must say about its data, as JSON values."""
@@ -504,38 +516,28 @@ def _load(
     )
 
 
-class _Prefetch:
-    """Calls `load(position)` one position ahead, in a thread and on a CUDA stream of its own."""
+def _prefetched(load: Callable[[int], Batch], positions: Iterable[int], device: torch.device) -> Iterator[Batch]:
+    """`load(position)` of each, one position ahead, in a thread and on a CUDA stream of its own, which `close` ends."""
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def __init__(self, load: Callable[[int], Batch], start: int, stop: int | None, device: torch.device):
-        self.load, self.position, self.stop, self.device = load, start, stop, device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        self._submit()
+    def run(position: int) -> tuple[Batch, Any]:
+        if stream is None:
+            return load(position), None
+        with torch.cuda.stream(stream):
+            return load(position), stream.record_event()
 
-    def _submit(self) -> None:
-        if self.stop is None or self.position < self.stop:
-            self._future = self._thread.submit(self._run, self.position)
-
-    def _run(self, position: int) -> tuple[Batch, Any]:
-        if self._stream is None:
-            return self.load(position), None
-        with torch.cuda.stream(self._stream):
-            return self.load(position), self._stream.record_event()
-
-    def next(self) -> Batch:
-        batch, ready = self._future.result()
-        self.position += 1
-        self._submit()
-        if ready is not None:
-            stream = torch.cuda.current_stream(self.device)
-            stream.wait_event(ready)
-            for tensor in batch.tensors():
-                tensor.record_stream(stream)
-        return batch
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+    with ThreadPoolExecutor(1, thread_name_prefix="batches") as thread:
+        jobs = (thread.submit(run, position) for position in positions)
+        following = next(jobs, None)
+        while following is not None:
+            batch, ready = following.result()
+            following = next(jobs, None)
+            if ready is not None:
+                consumer = torch.cuda.current_stream(device)
+                consumer.wait_event(ready)
+                for tensor in batch.tensors():
+                    tensor.record_stream(consumer)
+            yield batch
 
 
 class Sampler:
@@ -578,30 +580,28 @@ class Sampler:
                 dataset.resident(name, self.device)
         self._read_ahead, self._read_until = read_ahead if hasattr(mmap, "MADV_WILLNEED") else 0, 0
         self._order = functools.lru_cache(maxsize=2)(self._shuffled)  # reading ahead sees the next epoch already
-        self._prefetch = _Prefetch(self._load, 0, None, self.device)
+        self.position = 0  # batches consumed so far
+        self._batches = _prefetched(self._load, itertools.count(), self.device)
 
     @property
     def data_bytes(self) -> int:
         """What the set takes in the device's memory."""
         return self.dataset.resident_bytes(self.device)
 
-    @property
-    def position(self) -> int:
-        """Batches consumed so far."""
-        return self._prefetch.position
-
     def next(self) -> Batch:
-        return self._prefetch.next()
+        batch = next(self._batches)
+        self.position += 1
+        return batch
 
     def seek(self, position: int) -> None:
         """Go on at a position, as if that many batches had been consumed."""
         if position != self.position:
-            self._prefetch.close()
-            self._prefetch = _Prefetch(self._load, position, None, self.device)
+            self._batches.close()
+            self.position, self._batches = position, _prefetched(self._load, itertools.count(position), self.device)
 
     def close(self) -> None:
         """Stop the thread."""
-        self._prefetch.close()
+        self._batches.close()
 
     def episodes(self, position: int) -> list[int]:
         """The episodes that the batch at a position is drawn from."""
@@ -649,36 +649,31 @@ class LabelledBatch(NamedTuple):
     labelled: Batch
 
 
-class LabelledSampler:
+class LabelledSampler(Sampler):
     """Batches of all transitions and, beside them, of labelled ones (frames, int64); both draw their own k.
 
     An epoch is one pass over all transitions. options: as for a Sampler.
     """
 
     def __init__(self, dataset: Dataset, labelled: np.ndarray, batch_size: int, *, seed: int, **options: Any) -> None:
-        self.sampler = Sampler(dataset, batch_size, seed=seed, **options)
+        super().__init__(dataset, batch_size, seed=seed, **options)
         size = min(batch_size, len(labelled))
         self.labelled = Sampler(dataset, size, seed=seed + 2**31, indices=labelled, **options)
-        self.batch_size, self.batches_per_epoch = batch_size, self.sampler.batches_per_epoch
-
-    @property
-    def data_bytes(self) -> int:
-        return self.sampler.data_bytes
 
     def episodes(self, position: int) -> list[int]:
         """The episodes that both batches at a position are drawn from."""
-        return sorted({*self.sampler.episodes(position), *self.labelled.episodes(position)})
+        return sorted({*super().episodes(position), *self.labelled.episodes(position)})
 
     def next(self) -> LabelledBatch:
-        batch = self.sampler.next()
+        batch = super().next()
         return LabelledBatch(batch.frames, batch.action, self.labelled.next())
 
     def seek(self, position: int) -> None:
-        self.sampler.seek(position)
+        super().seek(position)
         self.labelled.seek(position)
 
     def close(self) -> None:
-        self.sampler.close()
+        super().close()
         self.labelled.close()
 
 
@@ -743,16 +738,10 @@ def sequential(
         window = window_index(dataset, t, max_offset=max_offset)
         return _load(dataset, t, window, device, fields, on_device, [position])
 
-    batches = -(-len(indices) // batch_size)
-    prefetch = _Prefetch(load, 0, batches, device)
-    try:
-        for _ in range(batches):
-            yield prefetch.next()
-    finally:
-        prefetch.close()
+    return _prefetched(load, range(-(-len(indices) // batch_size)), device)
 
 
-def updates_for(epochs: float, updates: int | None, sampler: Sampler | LabelledSampler) -> int:
+def updates_for(epochs: float, updates: int | None, sampler: Sampler) -> int:
     """Epochs turned into updates, at least one; `updates` wins if it is given."""
     return max(1, round(epochs * sampler.batches_per_epoch)) if updates is None else updates
 

@@ -36,7 +36,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from common.cli import Stopped, UserError, stop_requested
+from common.cli import Progress, Stopped, UserError, stop_requested
 
 FORMAT_VERSION = 2
 HDF5_FORMAT = ("v110", "v110")  # fixed, so that the same content gives the same bytes with any newer HDF5
@@ -77,6 +77,14 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def _remove_unlocked(paths: Iterable[Path]) -> None:
+    """Removes files that no live process has locked, and that may be removed."""
+    for path in paths:
+        with contextlib.suppress(OSError), open(path, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+
+
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yields a temporary path in the same folder: renamed to `path` when the block ends well, else removed.
@@ -95,10 +103,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     try:
         with contextlib.suppress(OSError):  # on a file system without locks leftovers stay
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.part{path.suffix}"):
-                with contextlib.suppress(OSError), open(leftover, "rb") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    leftover.unlink()
+            _remove_unlocked(path.parent.glob(f".{glob.escape(path.name)}.*.part{path.suffix}"))
         yield temporary
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
@@ -315,10 +320,6 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 # -------------------------------------------------------------------------------------------- sharing work on a folder
 
 
-def _claim_path(path: Path) -> Path:
-    return path.with_name(f".{path.name}.claim")
-
-
 def lock_file(path: Path) -> int:
     """Creates a file and locks it, for as long as the returned descriptor is open. Raises Taken if it is locked."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -340,20 +341,16 @@ def claim(path: Path) -> Iterator[None]:
     """Holds the right to make `path`. Raises Taken if a live process has it.
 
     It is a lock on a file beside `path`, which ends with the process that holds it, so that what a killed process left
-    can be told from what is being made: whoever gets the claim removes it.
+    can be told from what is being made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = _claim_path(path)
+    lock = path.with_name(f".{path.name}.claim")
     descriptor = lock_file(lock)
     try:
-        for leftover in path.parent.glob(f".{path.name}.*.part{path.suffix}"):
-            leftover.unlink(missing_ok=True)
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):  # the first error is the one to tell; a lock that stays is no claim
-                lock.unlink()
+        yield
     finally:
+        with contextlib.suppress(OSError):  # the first error is the one to tell; a lock that stays is no claim
+            lock.unlink()
         os.close(descriptor)
 
 
@@ -362,11 +359,17 @@ def remove_leftovers(folder: Path) -> None:
 
     So do those that may not be removed: whoever makes these files says why.
     """
-    for leftover in folder.glob(".*"):
-        match = re.fullmatch(r"\.(.+)\.(?:claim|[0-9a-f]+\.part\.\w+)", leftover.name)
-        if match:
-            with contextlib.suppress(Taken, OSError), claim(folder / match[1]):
-                pass
+    pattern = re.compile(r"\..+\.(?:claim|[0-9a-f]+\.part\.\w+)")
+    _remove_unlocked(path for path in folder.glob(".*") if pattern.fullmatch(path.name))
+
+
+class StoppableProgress(Progress):
+    """Counts what `fill` makes, and ends it at a signal."""
+
+    def update(self, count: int = 1) -> None:
+        super().update(count)
+        if stop_requested():
+            raise Stopped("the complete files stay")
 
 
 def fill(

@@ -108,7 +108,7 @@ def test_mask_files_hold_what_the_tracker_gives(complete, checkpoint, capsys):
     shard = read_shard(complete / "cheetah-run/train/00001.h5")
     stored = read_derived(shard, "sam")
     assert stored.attributes == {"shard_hash": shard.content_hash, "settings": settings}
-    assert stored.about["command"] == "python make_masks.py --env cheetah-run --image-size 128 --checkpoint FILE"
+    assert stored.about["command"] == "python make_masks.py --env cheetah-run --checkpoint CHECKPOINT --image-size 128"
     episodes = np.split(shard.arrays["distractor/observation"], [5])
     masks = np.concatenate(sam.segment_episodes(predictor, episodes, settings["box"], 1))
     found = make_masks.scores(masks, shard.arrays["distractor/mask"], shard.episode_start)
@@ -199,7 +199,7 @@ def test_other_settings_are_refused_and_another_name_is_not(masked, given, check
     make(masked, checkpoint=checkpoint, box=box, name="wide", split="test", render="clean")
     stored = store.read(masked / "cheetah-run/test/00000.wide.h5")
     assert stored.attributes["settings"]["box"] == [*box] and "distractor/mask" not in stored.arrays
-    assert stored.about["command"].endswith("--name wide --image-size 128 --checkpoint FILE --box 2 3 30 31")
+    assert stored.about["command"].endswith("--name wide --checkpoint CHECKPOINT --image-size 128 --box 2 3 30 31")
     with pytest.raises(UserError, match=r"made with other settings \(method: sam2.1 -> import\)"):
         make(masked, import_dir=given, name="wide")
 
