@@ -203,19 +203,15 @@ def make_plan(path: Path, options: Any, source: Source, read: Callable[[], Any],
 
 def read_plan(path: Path, settings: dict[str, Any]) -> store.StoredFile | None:
     """What `make_plan` wrote, None if it has to be made. UserError for other settings, or other files."""
-    try:
+
+    def read(path: Path) -> store.StoredFile:
         plan = store.read(path)
         store.verify(plan)
-    except store.Damaged as error:
-        if path.exists():
-            print(f"{error}; making it again")
-        return None
-    if lines := [line[:150] for line in store.differences(plan.attributes["settings"], settings)[:5]]:
-        raise UserError(
-            f"{path}: made with other settings or from other files ({'; '.join(lines)}). Use the same arguments to "
-            f"resume, another --data-dir for a new set, or remove {path.parent} to import again"
-        )
-    return plan
+        return plan
+
+    advice = "use those, and the same files, to resume, another --data-dir for a new set, or remove "
+    advice += f"{path.parent} to import again"
+    return store.read_kept(path, read, "settings", settings, advice, announce=True)
 
 
 # --------------------------------------------------------------------------------------------------------------- shards

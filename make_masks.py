@@ -114,12 +114,7 @@ def open_jobs(args: Args) -> list[Job]:
         raise UserError(f"{args.data_dir}: no datasets here; make them with: python make_dataset.py --env all")
     jobs = []
     for env, split in itertools.product(envs, ("train", "test") if args.split == "both" else (args.split,)):
-        try:
-            dataset = Dataset(args.data_dir, env, split, "clean" if args.render == "clean" else "distractor")
-        except UserError:
-            if args.render != "both":
-                raise
-            dataset = Dataset(args.data_dir, env, split, "clean")  # the same error, or a set of clean frames only
+        dataset = Dataset(args.data_dir, env, split, None if args.render == "both" else args.render)
         renders = [
             render for render in dataset.plan["renders"] if args.render in ("both", render) or dataset.is_recorded
         ]

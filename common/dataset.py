@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import difflib
 import functools
 import hashlib
@@ -31,6 +32,8 @@ TRAINING_BYTES = 24 * 2**30  # what training takes at most beside the data: the 
 NOISE_DIM = 8  # random numbers per sample of a batch
 MAP_CHUNK = 1024  # frames per copy when a whole set is uploaded
 READ_AHEAD = 8  # batches that are read from the disk before they are needed
+MADVISE = ctypes.CDLL(None).madvise  # of mmap's it would take which mapped file an array lies in
+MADVISE.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Dataset:
@@ -75,7 +78,6 @@ class Dataset:
         self._rows = {"frames": [shard.arrays[f"{render}/observation"] for shard in self.shards]}
         self.attached: dict[str, dict[str, Any]] = {}  # of further ones: how they came about, and their hash
         self._resident: dict[tuple[str, torch.device], torch.Tensor] = {}
-        self._mappings: dict[str, list[Any]] = {}  # see `read_ahead`
         self.mask_hash = "gt"  # of the mask files, if they are not the shards' own
         if mask_source != "gt":
             self._open_masks(mask_source)
@@ -232,9 +234,7 @@ class Dataset:
     @cached_property
     def transitions(self) -> np.ndarray:
         """int64 (num_transitions,): every frame that has a next one in its episode, in order."""
-        keep = np.ones(self.num_frames, bool)
-        keep[self.episode_start[1:] - 1] = False
-        return np.flatnonzero(keep)
+        return np.delete(np.arange(self.num_frames), self.episode_start[1:] - 1)
 
     @cached_property
     def episode_of_frame(self) -> np.ndarray:
@@ -393,9 +393,7 @@ class Dataset:
         Copying them later finds them in memory. Otherwise it would wait for the disk at every page, one after the
         other, since the copying thread must have one to go on to the next.
         """
-        if name not in self._mappings:
-            self._mappings[name] = [store.mapping(part) for part in self._parts(name)]
-        frames = np.unique(index)
+        parts, frames = self._parts(name), np.unique(index)
         first = np.flatnonzero(np.diff(frames, prepend=-2) != 1)  # of each run of neighbours
         starts, stops = frames[first], frames[np.append(first[1:], len(frames)) - 1] + 1
         dtype, item = self.row_kind(name)
@@ -403,11 +401,9 @@ class Dataset:
         shards = np.searchsorted(self._frame_start, starts, "right") - 1
         begins, ends = ((frame - self._frame_start[shards]) * row_bytes for frame in (starts, stops))
         for shard, begin, end in zip(shards.tolist(), begins.tolist(), ends.tolist()):
-            if (mapped := self._mappings[name][shard]) is not None:
-                file, offset = mapped
-                page = (offset + begin) // mmap.PAGESIZE * mmap.PAGESIZE
-                with contextlib.suppress(OSError):  # where it cannot, copying waits for the disk
-                    file.madvise(mmap.MADV_WILLNEED, page, offset + end - page)
+            address = parts[shard].ctypes.data
+            page = (address + begin) // mmap.PAGESIZE * mmap.PAGESIZE
+            MADVISE(page, address + end - page, mmap.MADV_WILLNEED)  # where it cannot, copying waits for the disk
 
     def resident(self, name: str, device: torch.device) -> torch.Tensor:
         """All rows of a name as one tensor on `device`, uploaded once: uint8 (T, bytes of a row)."""
@@ -424,9 +420,6 @@ class Dataset:
                 torch.cuda.synchronize(device)  # other streams read it from now on
             self._resident[name, device] = whole
         return self._resident[name, device]
-
-    def resident_bytes(self, device: torch.device) -> int:
-        return sum(tensor.nbytes for (_, where), tensor in self._resident.items() if where == device)
 
     def is_resident(self, fields: tuple[str, ...], device: torch.device) -> bool:
         return all((name, device) in self._resident for name in fields)
@@ -578,7 +571,7 @@ class Sampler:
         if self.on_device:  # upload here, not in the thread, whose stream would own the memory
             for name in fields:
                 dataset.resident(name, self.device)
-        self._read_ahead, self._read_until = read_ahead if hasattr(mmap, "MADV_WILLNEED") else 0, 0
+        self._read_ahead, self._read_until = read_ahead, 0
         self._order = functools.lru_cache(maxsize=2)(self._shuffled)  # reading ahead sees the next epoch already
         self.position = 0  # batches consumed so far
         self._batches = _prefetched(self._load, itertools.count(), self.device)
@@ -586,7 +579,7 @@ class Sampler:
     @property
     def data_bytes(self) -> int:
         """What the set takes in the device's memory."""
-        return self.dataset.resident_bytes(self.device)
+        return sum(tensor.nbytes for (_, where), tensor in self.dataset._resident.items() if where == self.device)
 
     def next(self) -> Batch:
         batch = next(self._batches)

@@ -211,20 +211,11 @@ class Split:
 
     def is_missing(self, path: Path, announce: bool = False) -> bool:
         """Looks for a shard. UserError if it is of another plan; `announce` prints what is wrong with a damaged one."""
-        try:
-            shard = read_shard(path)
-        except store.Damaged as error:
-            if announce:
-                print(f"{error}; making it again")
-            return True
-        if shard.plan != self.plan:
-            lines = "; ".join(store.differences(shard.plan, self.plan))
-            raise UserError(
-                f"{path}: made with other settings ({lines}). Use the same arguments to resume, another --data-dir for "
-                f"a new set, or remove {path.parent} to make it again"
-            )
-        self.transitions[path] = shard.num_transitions
-        return False
+        advice = f"use those to resume, another --data-dir for a new set, or remove {path.parent} to make it again"
+        shard = store.read_kept(path, read_shard, "plan", self.plan, advice, announce)
+        if shard is not None:
+            self.transitions[path] = shard.num_transitions
+        return shard is None
 
     def scan(self) -> None:
         """Finds the shards that are there. Raises UserError if some are of another plan."""
@@ -285,13 +276,4 @@ def read_finished(
     Raises UserError, which ends in `advice`, if it was made with other settings.
     """
     path = derived_path(shard.path, name)
-    try:
-        stored = read_derived(shard, name)
-    except Damaged as error:
-        if announce and path.exists():
-            print(f"{error}; making it again", flush=True)
-        return None
-    there = {key: stored.attributes["settings"].get(key) for key in settings}
-    if lines := store.differences(there, settings):
-        raise UserError(f"{path}: made with other settings ({', '.join(lines)}); {advice}")
-    return stored
+    return store.read_kept(path, lambda _: read_derived(shard, name), "settings", settings, advice, announce)

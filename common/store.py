@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import h5py
 import numpy as np
@@ -97,26 +97,21 @@ def atomic_path(path: Path) -> Iterator[Path]:
     # The suffix stays, since libraries choose a format by it.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part{path.suffix}")
     try:
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    try:
-        with contextlib.suppress(OSError):  # on a file system without locks leftovers stay
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove_unlocked(path.parent.glob(f".{glob.escape(path.name)}.*.part{path.suffix}"))
-        yield temporary
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        fsync_folder(path.parent)
+        with open(temporary, "xb") as lock:
+            with contextlib.suppress(OSError):  # on a file system without locks leftovers stay
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove_unlocked(path.parent.glob(f".{glob.escape(path.name)}.*.part{path.suffix}"))
+            yield temporary
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            fsync_folder(path.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):  # the first error is the one to tell
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno is not None and error.filename in (None, str(temporary)):
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
-    finally:
-        os.close(descriptor)
 
 
 def _json_hash(value: Any) -> str:
@@ -230,6 +225,9 @@ class StoredFile:
         return _array_hash(name, self.arrays[name], self.hashes[name])
 
 
+Stored = TypeVar("Stored", bound=StoredFile)
+
+
 def _map(file: h5py.File, buffer: mmap.mmap, path: Path, name: str) -> np.ndarray:
     dataset = file[name]
     offset = dataset.id.get_offset()
@@ -285,16 +283,6 @@ def read(path: Path) -> StoredFile:
         raise Damaged(f"{path}: {reason}") from error
 
 
-def mapping(array: np.ndarray) -> tuple[mmap.mmap, int] | None:
-    """The mapped file that an array of a StoredFile lies in, and at which byte; None for an array in memory."""
-    mapped: Any = array
-    while isinstance(mapped, (np.ndarray, memoryview)):
-        mapped = mapped.base if isinstance(mapped, np.ndarray) else mapped.obj
-    if not isinstance(mapped, mmap.mmap):
-        return None
-    return mapped, array.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
-
-
 def verify(stored: StoredFile, names: Iterable[str] | None = None) -> None:
     """Reads arrays, by default all, and compares them with their hashes. Raises Damaged."""
     # The episodes' starts come first: the pieces of the other arrays follow from them.
@@ -317,6 +305,26 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return lines
 
 
+def read_kept(
+    path: Path, read: Callable[[Path], Stored], key: str, settings: dict[str, Any], advice: str, announce: bool = False
+) -> Stored | None:
+    """What `read` finds in a file; None if it has to be made, as it is missing or damaged, which `announce` prints.
+
+    Raises UserError, which ends in `advice`, if it was made with other settings than those: its attribute `key` has
+    them, maybe among others.
+    """
+    try:
+        stored = read(path)
+    except Damaged as error:
+        if announce and path.exists():
+            print(f"{error}; making it again", flush=True)
+        return None
+    there = {name: stored.attributes[key].get(name) for name in settings}
+    if lines := [line[:150] for line in differences(there, settings)[:5]]:
+        raise UserError(f"{path}: made with other settings ({'; '.join(lines)}); {advice}")
+    return stored
+
+
 # -------------------------------------------------------------------------------------------- sharing work on a folder
 
 
@@ -325,15 +333,14 @@ def lock_file(path: Path) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), os.stat(path)):  # else its holder removed it while we opened it
-            return descriptor
+        if not os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            raise FileNotFoundError  # its holder removed it while we opened it
+        return descriptor
     except OSError as error:
         os.close(descriptor)
-        if not isinstance(error, (BlockingIOError, FileNotFoundError)):
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise Taken(path) from None
-    os.close(descriptor)
-    raise Taken(path)
+        if isinstance(error, (BlockingIOError, FileNotFoundError)):
+            raise Taken(path) from None
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 @contextlib.contextmanager
