@@ -119,28 +119,25 @@ class Dataset:
             close = difflib.get_close_matches(self.env, TASKS, n=1, cutoff=0.6)
             hint = f" (or did you mean {close[0]!r}?)" if close and self.env not in TASKS else ""
             raise UserError(f"{self.folder}: no dataset here; make it with: {self.command}{hint}")
-        shards = []
+        shards: list[Shard] = []
         for path in paths:
             try:
-                shards.append(read_shard(path))
-                # Actions are small, and read as a whole anyway.
-                store.verify(shards[-1], {"action"} & shards[-1].arrays.keys())
+                shard = read_shard(path)
+                store.verify(shard, {"action"} & shard.arrays.keys())  # small, and read as a whole anyway
             except Damaged as error:
                 raise self._damaged(error, path, self.command) from error
-        first = shards[0]
-        for shard in shards:
             if (shard.plan["env"], shard.plan["split"]) != (self.env, self.split):
                 raise UserError(
-                    f"{shard.path}: holds {shard.plan['env']}/{shard.plan['split']}, not {self.env}/{self.split}; move "
+                    f"{path}: holds {shard.plan['env']}/{shard.plan['split']}, not {self.env}/{self.split}; move "
                     f"it away and run: {self.command}"
                 )
-            if shard.plan != first.plan:
-                fields = ", ".join(store.differences(first.plan, shard.plan))
+            shards.append(shard)
+            if fields := store.differences(shards[0].plan, shard.plan):
                 raise UserError(
-                    f"{shard.path}: made with other settings than {first.path.name} ({fields}); remove the folder "
+                    f"{path}: made with other settings than {paths[0].name} ({', '.join(fields)}); remove the folder "
                     f"{self.folder} or the odd shards and run: {self.command}"
                 )
-        split = Split(self.folder, first.plan, {shard.path: shard.num_transitions for shard in shards})
+        split = Split(self.folder, shards[0].plan, {shard.path: shard.num_transitions for shard in shards})
         if missing := split.first_missing():
             raise UserError(
                 f"{self.folder}: incomplete, {missing.name} is missing and {len(shards)} shards are there; finish it "
@@ -420,9 +417,6 @@ class Dataset:
                 torch.cuda.synchronize(device)  # other streams read it from now on
             self._resident[name, device] = whole
         return self._resident[name, device]
-
-    def is_resident(self, fields: tuple[str, ...], device: torch.device) -> bool:
-        return all((name, device) in self._resident for name in fields)
 
     def fits(self, device: torch.device, fields: tuple[str, ...]) -> bool:
         """True if these are on the GPU already or leave enough of its free memory for training."""
@@ -724,7 +718,7 @@ def sequential(
     """
     device = torch.device(device)
     indices = dataset.transitions if indices is None else indices
-    on_device = dataset.is_resident(fields, device)
+    on_device = all((name, device) in dataset._resident for name in fields)
 
     def load(position: int) -> Batch:
         t = indices[position * batch_size : (position + 1) * batch_size]
