@@ -221,7 +221,7 @@ def episode_seed(plan: dict[str, Any], episode: int) -> int:
 
 
 class Maker:
-    """Makes shards; keeps environment, clips and buffers from one to the next. `tick` is called once per frame."""
+    """Makes shards; keeps the environment from one to the next. `tick` is called once per frame."""
 
     def __init__(self, args: Args, tick: Callable[[], None]):
         self.args, self.tick = args, tick
@@ -229,58 +229,52 @@ class Maker:
         self.plan: dict[str, Any] | None = None
         self.env: Any = None
 
-    def prepare(self, plan: dict[str, Any]) -> None:
-        """Makes the environment and the buffers for a split, unless they are those of the shard before."""
-        from common.envs import make_env
-
-        if self.plan is plan:
-            return
-        self.close()
-        self.plan = plan
-        self.env = make_env(
-            plan["env"],
-            split=plan["split"],
-            renders=tuple(plan["renders"]),
-            quality=plan["quality"],
-            distractors=distractor_config(self.args),
-            image_size=plan["image_size"],
-            max_steps=plan["episode_length"],
-        )
-        most = plan["episodes_per_shard"] * (plan["episode_length"] + 1)
-        self.buffers = {name: np.empty((most, *shape), dtype) for name, (dtype, shape) in frame_schema(plan).items()}
-
-    def rollout(self, seed: int, first: int) -> tuple[int, dict[str, Any]]:
-        """Plays one episode into the buffers from frame `first` on. Returns the frame after it and the reset's info."""
+    def rollout(self, arrays: dict[str, np.ndarray], seed: int, first: int) -> tuple[int, dict[str, Any]]:
+        """Plays one episode into `arrays` from frame `first` on. Returns the frame after it and the reset's info."""
         observation, about = self.env.reset(seed=seed)
-        buffers, frame, done = self.buffers, first, False
+        frame, done = first, False
         while True:
             for name, value in observation.items():
-                buffers[name][frame] = np.packbits(value) if name.endswith("/mask") else value
+                arrays[name][frame] = np.packbits(value) if name.endswith("/mask") else value
             self.tick()
             if done:
                 break
             action = self.expert.act(observation["state"])
             observation, reward, terminated, truncated, info = self.env.step(action)
-            buffers["action"][frame], buffers["reward"][frame] = action, reward
-            if "success" in buffers:
-                buffers["success"][frame] = info["success"]
+            arrays["action"][frame], arrays["reward"][frame] = action, reward
+            if "success" in arrays:
+                arrays["success"][frame] = info["success"]
             done = terminated or truncated
             frame += 1
-        buffers["action"][frame], buffers["reward"][frame] = np.nan, 0
-        if "success" in buffers:
-            buffers["success"][frame] = False
+        arrays["action"][frame] = np.nan  # reward and success stay zero
         return frame + 1, about
 
     def make(self, path: Path, plan: dict[str, Any]) -> int:
         """Plays and writes the episodes of a shard. Returns their transitions."""
-        self.prepare(plan)
+        from common.envs import make_env
+
+        if self.plan is not plan:
+            self.close()
+            self.plan = plan
+            self.env = make_env(
+                plan["env"],
+                split=plan["split"],
+                renders=tuple(plan["renders"]),
+                quality=plan["quality"],
+                distractors=distractor_config(self.args),
+                image_size=plan["image_size"],
+                max_steps=plan["episode_length"],
+            )
+        numbers = shard_episodes(plan, int(path.stem))
+        most = len(numbers) * (plan["episode_length"] + 1)
+        arrays = {name: np.zeros((most, *shape), dtype) for name, (dtype, shape) in frame_schema(plan).items()}
         starts, episodes = [0], []
-        for episode in shard_episodes(plan, int(path.stem)):
+        for episode in numbers:
             seed = episode_seed(plan, episode)
-            end, info = self.rollout(seed, starts[-1])
+            end, info = self.rollout(arrays, seed, starts[-1])
             starts.append(end)
             episodes.append({"seed": seed} | info)
-        arrays = {name: buffer[: starts[-1]] for name, buffer in self.buffers.items()}
+        arrays = {name: array[: starts[-1]] for name, array in arrays.items()}
         arrays["episode_start"] = np.array(starts, np.int64)
         columns = {name: [episode[name] for episode in episodes] for name in episodes[0]}
         write_shard(path, plan, arrays, columns, {"command": command(self.args), "versions": versions()})

@@ -95,7 +95,7 @@ class Job:
     """One split whose shards are to have masks."""
 
     dataset: Dataset
-    renders: tuple[str, ...]
+    renders: list[str]
     boxes: np.ndarray  # (episodes, 4)
     name: str  # of the masks
     settings: dict[str, Any]  # how the masks come about
@@ -115,15 +115,13 @@ def open_jobs(args: Args) -> list[Job]:
     jobs = []
     for env, split in itertools.product(envs, ("train", "test") if args.split == "both" else (args.split,)):
         dataset = Dataset(args.data_dir, env, split, None if args.render == "both" else args.render)
-        renders = [
-            render for render in dataset.plan["renders"] if args.render in ("both", render) or dataset.is_recorded
-        ]
+        renders = dataset.plan["renders"] if args.render == "both" else [dataset.render]
         boxes = read_boxes(args, dataset)
         settings: dict[str, Any] = {"method": "import"}
         if args.import_dir is None:
             settings = {"method": "sam2.1", "model": args.model, "image_size": args.image_size}
             settings["box"] = boxes.tolist() if args.boxes else boxes[0].tolist()
-        jobs.append(Job(dataset, tuple(renders), boxes, args.name, settings))
+        jobs.append(Job(dataset, renders, boxes, args.name, settings))
     return jobs
 
 
@@ -253,15 +251,13 @@ def load_sam(args: Args, jobs: list[Job]) -> Segment:
 # -------------------------------------------------------------------------------------------------------------- import
 
 
-def episode_name(path: Path) -> str:
-    """The number of an episode whose masks are a file 00000.npy or a folder 00000."""
-    return path.stem if path.suffix.lower() == ".npy" else path.name
-
-
 def episode_paths(folder: Path, episodes: int) -> list[Path]:
     """The episodes' files (.npy) or folders in order. UserError if some are missing, double or too many."""
-    paths = media.in_order(media.listing(folder) if folder.is_dir() else [], episode_name)
-    present, expected = {episode_name(path).zfill(5) for path in paths}, {f"{number:05d}" for number in range(episodes)}
+    paths = media.in_order(media.listing(folder) if folder.is_dir() else [], media.episode_name)
+    present, expected = (
+        {media.episode_name(path).zfill(5) for path in paths},
+        {f"{number:05d}" for number in range(episodes)},
+    )
     if present != expected:
         missing, extra = sorted(expected - present), sorted(present - expected)
         raise UserError(
