@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import re
 import shlex
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -115,13 +118,16 @@ def flow_picture(flow: Tensor, scale: float) -> Tensor:
     return value[:, None] * (1 - value[:, None] * torch.minimum(shade, 4 - shade).clamp(0, 1))
 
 
-def attach_flow(dataset: Dataset, args: Any, device: torch.device) -> float:
+def attach_flow(dataset: Dataset, args: Any, device: torch.device, threads: int | None = None) -> float:
     """Attaches the flow from each frame to the next as `raft`; the last frame of an episode has none, so it gets zeros.
 
     It lies as <render>/flow in <shard>.raft.h5. Files that are missing are made first, together with other processes
     that do the same; those of another version of their shard are made again. Returns the seconds that it took.
 
     args: laof.py's; raft (large or small), raft_checkpoint and raft_iterations decide what the flow is.
+
+    threads: files that are made side by side, so that one is read or written while another is computed; None: 2 on a
+    GPU, 1 on a CPU, which has no time to spare.
 
     Raises UserError for files that were made with other settings, and Stopped at a signal; complete files stay.
     """
@@ -142,12 +148,12 @@ def attach_flow(dataset: Dataset, args: Any, device: torch.device) -> float:
         stored = read_finished(shards[path], "raft", settings, advice)
         return stored is None or name not in stored.arrays
 
-    def make(path: Path) -> None:
+    def make(path: Path, model: nn.Module) -> None:
         stored = read_finished(shards[path], "raft", settings, advice, announce=True)
         arrays = {} if stored is None else stored.arrays
-        write_derived(shards[path], "raft", arrays | {name: compute(shards[path])}, settings)
+        write_derived(shards[path], "raft", arrays | {name: compute(shards[path], model)}, settings)
 
-    def compute(shard: Shard) -> np.ndarray:
+    def compute(shard: Shard, model: nn.Module) -> np.ndarray:
         frames, ends = shard.arrays[f"{dataset.render}/observation"], shard.episode_start[1:] - 1
         flow = np.zeros((*frames.shape[:3], 2), np.float16)
         batch = 64 if device.type == "cuda" else 8
@@ -167,8 +173,15 @@ def attach_flow(dataset: Dataset, args: Any, device: torch.device) -> float:
     if missing := sum(shard.frames for path, shard in shards.items() if is_missing(path)):
         if model is None:
             load()
-        with store.StoppableProgress(f"flow {dataset.env} {dataset.split}", missing, "frames") as progress:
-            store.fill(lambda: shards, is_missing, make)
+        threads = threads or (2 if device.type == "cuda" else 1)
+        with (
+            store.StoppableProgress(f"flow {dataset.env} {dataset.split}", missing, "frames") as progress,
+            ThreadPoolExecutor(threads, thread_name_prefix="flow") as pool,
+        ):
+            # Threads share the files as processes do; each has a network, which keeps what it computes in itself.
+            makers = [partial(make, model=copy.deepcopy(model)) for _ in range(threads)]
+            for filled in [pool.submit(store.fill, lambda: shards, is_missing, maker) for maker in makers]:
+                filled.result()
     files = [read_derived(shard, "raft") for shard in dataset.shards]
     digest = hashlib.sha256("".join(file.array_hash(name) for file in files).encode()).hexdigest()
     settings = files[0].attributes["settings"]

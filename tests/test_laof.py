@@ -209,6 +209,15 @@ def test_flow_is_that_of_raft_and_computed_once(complete: Path) -> None:
     assert flow[t].abs().sum((1, 2, 3)).min() > 0 and (flow[dataset.episode_start[1:] - 1] == 0).all()
 
 
+def test_threads_share_the_files_as_processes_do(data: Path) -> None:
+    expected = contents(data)
+    for path in (data / "cheetah-run/train").glob("*.raft.h5"):
+        path.unlink()
+    options = {"raft": "small", "raft_checkpoint": raft_checkpoint(data), "raft_iterations": 1}
+    raft.attach_flow(Dataset(data, "cheetah-run", "train"), laof.Args(**options), CPU, threads=2)
+    assert contents(data) == expected
+
+
 def test_both_renders_share_the_files(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = attach(data)
     t = first.transitions
