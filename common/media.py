@@ -55,9 +55,9 @@ def _check_name(path: Path) -> None:
         raise UserError(f"{os.fsencode(path)}: its name is not UTF-8; rename it") from None
 
 
-def image_files(folder: Path, suffixes: Set[str] = IMAGE_SUFFIXES) -> list[Path]:
+def image_files(folder: Path) -> list[Path]:
     """The images in a folder, in natural order. Raises `UserError` as `listing` does, also for 1.png beside 1.jpg."""
-    return in_order((path for path in listing(folder) if path.suffix.lower() in suffixes), lambda path: path.stem)
+    return in_order((path for path in listing(folder) if path.suffix.lower() in IMAGE_SUFFIXES), lambda path: path.stem)
 
 
 def in_order(paths: Iterable[Path], name: Callable[[Path], str]) -> list[Path]:
