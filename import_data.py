@@ -12,9 +12,8 @@ the work. docs/videos.md has the rest.
 import hashlib
 import json
 import re
-import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,10 +22,11 @@ import numpy as np
 import tyro
 
 from common import authors, lerobot, media, recordings, shards, store
-from common.cli import Count, Positive, Progress, Range, Seed, Stopped, UserError, checked, cli, stop_requested
+from common.cli import Count, Positive, Range, Seed, UserError, checked, cli
 from common.recordings import SPLITS, Pictures, Source
 from common.runs import versions
-from common.shards import Split, frame_schema, shard_episodes
+from common.shards import Split, describe_command, frame_schema, shard_episodes
+from common.store import StoppableProgress
 from common.tasks import TASKS, get_task
 
 
@@ -115,17 +115,11 @@ def default_args(argv: list[str]) -> Import:
 def describe(options: Any) -> tuple[dict[str, Any], str]:
     """The settings that decide what shards hold, and the command that makes them, without folders of this machine."""
     kind = type(options).__name__.lower()
-    settings: dict[str, Any] = {"kind": kind}
-    words = ["python import_data.py", kind, options.task if kind == "authors" else "DIR"]
-    for entry in fields(options):
-        name, value = entry.name, getattr(options, entry.name)
-        is_folder = name in ("folder", "masks", "actions")
-        if name not in ("data_dir", "verify"):
-            settings[name] = value is not None if is_folder else value
-        if name in settings and name not in ("task", "folder") and value != entry.default:
-            shown = [] if value is True else [name.upper() if is_folder else shlex.quote(str(value))]
-            words += [f"--{name.replace('_', '-')}", *shown]
-    return settings, " ".join(words)
+    values = {name: value for name, value in vars(options).items() if name not in ("data_dir", "verify")}
+    folders = {name: values[name] is not None for name in ("folder", "masks", "actions") if name in values}
+    start = f"python import_data.py {kind} {getattr(options, 'task', 'DIR')}"
+    hidden = ("data_dir", "verify", "task", "folder")
+    return {"kind": kind} | values | folders, describe_command(start, options, type(options), hidden)
 
 
 def check(options: Videos | Lerobot | Authors) -> None:
@@ -209,26 +203,22 @@ def make_plan(path: Path, options: Any, source: Source, read: Callable[[], Any],
 
 def read_plan(path: Path, settings: dict[str, Any]) -> store.StoredFile | None:
     """What `make_plan` wrote, None if it has to be made. UserError for other settings, or other files."""
-    try:
+
+    def read(path: Path) -> store.StoredFile:
         plan = store.read(path)
         store.verify(plan)
-    except store.Damaged as error:
-        if path.exists():
-            print(f"{error}; making it again")
-        return None
-    if lines := [line[:150] for line in store.differences(plan.attributes["settings"], settings)[:5]]:
-        raise UserError(
-            f"{path}: made with other settings or from other files ({'; '.join(lines)}). Use the same arguments to "
-            f"resume, another --data-dir for a new set, or remove {path.parent} to import again"
-        )
-    return plan
+        return plan
+
+    advice = "use those, and the same files, to resume, another --data-dir for a new set, or remove "
+    advice += f"{path.parent} to import again"
+    return store.read_kept(path, read, "settings", settings, advice, announce=True)
 
 
 # --------------------------------------------------------------------------------------------------------------- shards
 
 
 def make_shard(
-    path: Path, plan: store.StoredFile, split: Split, pictures: Pictures, options: Any, progress: Progress
+    path: Path, plan: store.StoredFile, split: Split, pictures: Pictures, options: Any, progress: StoppableProgress
 ) -> None:
     """Writes a shard and, beside it, the masks that the authors predicted."""
     # The plan's arrays hold the train episodes first, then the test episodes.
@@ -248,8 +238,6 @@ def make_shard(
             picture = media.as_square(found[name], size, getattr(options, "fit", None), pictures.paths[file])
             arrays[name][frame] = np.packbits(picture) if picture.dtype == bool else picture
         progress.update()
-        if stop_requested():
-            raise Stopped(f"the complete shards in {path.parents[1]} stay")
     predicted = arrays.pop("sam/mask", None)
     columns = {name: values[episodes] for name, values in plan.attributes["episodes"].items()}
     about = {"command": describe(options)[1], "versions": versions()}
@@ -285,7 +273,7 @@ def run_import(options: Any, folder: Path) -> None:
         return predicted or splits[path.parent].is_missing(path)
 
     done = sum(split.frames_there() for split in splits.values())
-    with Progress(folder.name, len(plan.arrays["place"]), "frames", done) as progress:
+    with StoppableProgress(folder.name, len(plan.arrays["place"]), "frames", done) as progress:
         paths = [path for split in splits.values() for path in split.candidates()]
         make = lambda path: make_shard(path, plan, splits[path.parent], pictures, options, progress)  # noqa: E731
         store.fill(lambda: paths, is_missing, make)
@@ -305,12 +293,8 @@ def main(args: Import) -> None:
         dataset = Dataset(options.data_dir, name, split, render=None)
         if options.verify:
             dataset.verify()
-            print(f"{dataset.folder}: as it was written")
-        size = sum(shard.path.stat().st_size for shard in dataset.shards)
-        print(
-            f"{dataset.folder}: {len(dataset.shards)} shards, {dataset.num_transitions:,} transitions in "
-            f"{dataset.num_episodes:,} episodes, {size / 1e9:.2f} GB, hash {dataset.hash}"
-        )
+        else:
+            print(dataset.describe())
 
 
 if __name__ == "__main__":

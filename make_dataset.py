@@ -44,7 +44,15 @@ from common.cli import (
 from common.distractors import DistractorConfig, clips_digest
 from common.experts import default_expert, load_expert
 from common.runs import versions
-from common.shards import SHARD_BYTES, Split, frame_bytes, frame_schema, shard_episodes, write_shard
+from common.shards import (
+    SHARD_BYTES,
+    Split,
+    describe_command,
+    frame_bytes,
+    frame_schema,
+    shard_episodes,
+    write_shard,
+)
 from common.tasks import TASKS, get_task
 
 if TYPE_CHECKING:  # torch comes with it, which no worker needs
@@ -115,7 +123,6 @@ class Args:
 
 
 RUNTIME_FIELDS = {"data_dir", "workers", "split", "verify", "preview"}  # they do not change what a shard holds
-PATH_FIELDS = {"expert_dir", "davis_dir"}
 
 
 def default_args(argv: list[str]) -> Args:
@@ -139,17 +146,13 @@ def task_args(argv: list[str], env: str) -> Args:
     return one
 
 
-def describe_command(args: Args) -> str:
+def command(args: Args) -> str:
     """The command that makes the same shards, for the messages of readers. Folders of this machine are not told."""
-    default = default_args(["--env", args.env] + ["--quick"] * args.quick)
-    words = ["python make_dataset.py", f"--env {args.env}"] + ["--quick"] * args.quick
-    for name, value in vars(args).items():
-        if name in RUNTIME_FIELDS | {"env", "quick"} or value == getattr(default, name):
-            continue
-        if name in PATH_FIELDS or (name == "backgrounds" and value not in ("davis", "synthetic")):
-            value = name.upper()
-        words.append(f"--{name.replace('_', '-')} {value}")
-    return " ".join(words)
+    words = ["--env", args.env] + ["--quick"] * args.quick
+    if args.backgrounds not in ("davis", "synthetic"):
+        args = replace(args, backgrounds=Path(args.backgrounds))
+    start = " ".join(["python make_dataset.py", *words])
+    return describe_command(start, args, default_args(words), RUNTIME_FIELDS | {"env", "quick"})
 
 
 # ---------------------------------------------------------------------------------------------------------------- plan
@@ -218,7 +221,7 @@ def episode_seed(plan: dict[str, Any], episode: int) -> int:
 
 
 class Maker:
-    """Makes shards; keeps environment, clips and buffers from one to the next. `tick` is called once per frame."""
+    """Makes shards; keeps the environment from one to the next. `tick` is called once per frame."""
 
     def __init__(self, args: Args, tick: Callable[[], None]):
         self.args, self.tick = args, tick
@@ -226,61 +229,55 @@ class Maker:
         self.plan: dict[str, Any] | None = None
         self.env: Any = None
 
-    def prepare(self, plan: dict[str, Any]) -> None:
-        """Makes the environment and the buffers for a split, unless they are those of the shard before."""
-        from common.envs import make_env
-
-        if self.plan is plan:
-            return
-        self.close()
-        self.plan = plan
-        self.env = make_env(
-            plan["env"],
-            split=plan["split"],
-            renders=tuple(plan["renders"]),
-            quality=plan["quality"],
-            distractors=distractor_config(self.args),
-            image_size=plan["image_size"],
-            max_steps=plan["episode_length"],
-        )
-        most = plan["episodes_per_shard"] * (plan["episode_length"] + 1)
-        self.buffers = {name: np.empty((most, *shape), dtype) for name, (dtype, shape) in frame_schema(plan).items()}
-
-    def rollout(self, seed: int, first: int) -> tuple[int, dict[str, Any]]:
-        """Plays one episode into the buffers from frame `first` on. Returns the frame after it and the reset's info."""
+    def rollout(self, arrays: dict[str, np.ndarray], seed: int, first: int) -> tuple[int, dict[str, Any]]:
+        """Plays one episode into `arrays` from frame `first` on. Returns the frame after it and the reset's info."""
         observation, about = self.env.reset(seed=seed)
-        buffers, frame, done = self.buffers, first, False
+        frame, done = first, False
         while True:
             for name, value in observation.items():
-                buffers[name][frame] = np.packbits(value) if name.endswith("/mask") else value
+                arrays[name][frame] = np.packbits(value) if name.endswith("/mask") else value
             self.tick()
             if done:
                 break
             action = self.expert.act(observation["state"])
             observation, reward, terminated, truncated, info = self.env.step(action)
-            buffers["action"][frame], buffers["reward"][frame] = action, reward
-            if "success" in buffers:
-                buffers["success"][frame] = info["success"]
+            arrays["action"][frame], arrays["reward"][frame] = action, reward
+            if "success" in arrays:
+                arrays["success"][frame] = info["success"]
             done = terminated or truncated
             frame += 1
-        buffers["action"][frame], buffers["reward"][frame] = np.nan, 0
-        if "success" in buffers:
-            buffers["success"][frame] = False
+        arrays["action"][frame] = np.nan  # reward and success stay zero
         return frame + 1, about
 
     def make(self, path: Path, plan: dict[str, Any]) -> int:
         """Plays and writes the episodes of a shard. Returns their transitions."""
-        self.prepare(plan)
+        from common.envs import make_env
+
+        if self.plan is not plan:
+            self.close()
+            self.plan = plan
+            self.env = make_env(
+                plan["env"],
+                split=plan["split"],
+                renders=tuple(plan["renders"]),
+                quality=plan["quality"],
+                distractors=distractor_config(self.args),
+                image_size=plan["image_size"],
+                max_steps=plan["episode_length"],
+            )
+        numbers = shard_episodes(plan, int(path.stem))
+        most = len(numbers) * (plan["episode_length"] + 1)
+        arrays = {name: np.zeros((most, *shape), dtype) for name, (dtype, shape) in frame_schema(plan).items()}
         starts, episodes = [0], []
-        for episode in shard_episodes(plan, int(path.stem)):
+        for episode in numbers:
             seed = episode_seed(plan, episode)
-            end, info = self.rollout(seed, starts[-1])
+            end, info = self.rollout(arrays, seed, starts[-1])
             starts.append(end)
             episodes.append({"seed": seed} | info)
-        arrays = {name: buffer[: starts[-1]] for name, buffer in self.buffers.items()}
+        arrays = {name: array[: starts[-1]] for name, array in arrays.items()}
         arrays["episode_start"] = np.array(starts, np.int64)
         columns = {name: [episode[name] for episode in episodes] for name in episodes[0]}
-        write_shard(path, plan, arrays, columns, {"command": describe_command(self.args), "versions": versions()})
+        write_shard(path, plan, arrays, columns, {"command": command(self.args), "versions": versions()})
         return starts[-1] - len(episodes)
 
     def close(self) -> None:
@@ -404,17 +401,14 @@ def check_disk(folder: Path, needed: int) -> None:
 def report(dataset: "Dataset") -> None:
     """Prints what a split holds, beside the paper's numbers."""
     task, returns, success = get_task(dataset.env), dataset.episode_return, dataset.episode_success
-    size = sum(shard.path.stat().st_size for shard in dataset.shards)
     length = dataset.plan["episode_length"]
     steps = f" within {task.max_steps} steps, these have at most {length}" if length < task.max_steps else ""
     expert = f" (paper's expert {task.expert_score}{steps})"
-    print(f"{dataset.folder}: {len(dataset.shards)} shards, {dataset.num_transitions:,} transitions in "
-          f"{dataset.num_episodes:,} episodes, {size / 1e9:.2f} GB")  # fmt: skip
+    print(dataset.describe())
     if success is not None:
         print(f"  success rate {success.mean():.3f}{expert}")
     print(f"  mean return {returns.mean():.1f} +- {returns.std():.1f}{expert if success is None else ''}")
     print(f"  action variance {dataset.action_variance:.4f} (paper {task.action_variance})")
-    print(f"  hash {dataset.hash}")
 
 
 def preview(dataset: "Dataset", columns: int = 10) -> Path:
@@ -437,20 +431,6 @@ def preview(dataset: "Dataset", columns: int = 10) -> Path:
     return pictures.rows(path, rows, title=f"{dataset.env}, {dataset.split}: first episode")
 
 
-def verify(dataset: "Dataset") -> None:
-    """Reads a split again and compares it with its hashes."""
-    progress = Progress(f"verify {dataset.env}/{dataset.split}", dataset.num_frames, "frames")
-
-    def update(frames: int) -> None:
-        progress.update(frames)
-        if stop_requested():
-            raise Stopped("nothing was changed")
-
-    dataset.verify(update)
-    progress.close()
-    print(f"{dataset.folder}: {len(dataset.shards)} shards are as they were written, hash {dataset.hash}")
-
-
 def main(args: Args, argv: list[str] | None = None) -> None:
     """`argv`: the command line that `args` came from, for `--env all`; default: that of this process."""
     from common.dataset import Dataset
@@ -460,7 +440,7 @@ def main(args: Args, argv: list[str] | None = None) -> None:
     tasks = [task_args(argv, env) for env in TASKS] if args.env == "all" else [args]
     if args.verify:
         for one, name in itertools.product(tasks, names):
-            verify(Dataset(args.data_dir, one.env, name, render=None))
+            Dataset(args.data_dir, one.env, name, render=None).verify()
         return
     # Everything is checked before the first shard is made.
     planned = [[Split(one.data_dir / one.env / name, make_plan(one, name)) for name in names] for one in tasks]

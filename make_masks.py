@@ -30,9 +30,18 @@ import numpy as np
 import tyro
 
 from common import media, pictures, runs, sam, store
-from common.cli import Count, Name, Progress, Range, Stopped, UserError, cli, stop_requested
+from common.cli import Count, Name, Range, UserError, cli
 from common.dataset import Dataset
-from common.shards import DERIVED, Shard, derived_path, read_derived, write_derived
+from common.shards import (
+    DERIVED,
+    Shard,
+    derived_path,
+    describe_command,
+    read_derived,
+    read_finished,
+    write_derived,
+)
+from common.store import StoppableProgress
 from common.tasks import TASKS, get_task
 
 RESERVED = ("gt", *DERIVED)  # the simulator's masks, and other files beside the shards
@@ -77,12 +86,16 @@ class Args:
     """torch.compile SAM's networks; None: on a GPU"""
 
 
+# What `command` says itself, or what does not change the masks.
+HIDDEN_FIELDS = set("env split render import_dir show_boxes data_dir batch_episodes device compile".split())
+
+
 @dataclass
 class Job:
     """One split whose shards are to have masks."""
 
     dataset: Dataset
-    renders: tuple[str, ...]
+    renders: list[str]
     boxes: np.ndarray  # (episodes, 4)
     name: str  # of the masks
     settings: dict[str, Any]  # how the masks come about
@@ -90,17 +103,8 @@ class Job:
     hashes: dict[tuple[Path, str], bytes] = field(default_factory=dict)  # (shard, array) -> of the masks in --import
 
 
-class Frames(Progress):
-    """Counts frames; ends the work at a signal."""
-
-    def update(self, count: int = 1) -> None:
-        super().update(count)
-        if stop_requested():
-            raise Stopped("the complete mask files stay")
-
-
 # Masks of a shard in a render: bit-packed uint8 (T, H W / 8).
-Segment = Callable[[Job, Shard, str, Frames], np.ndarray]
+Segment = Callable[[Job, Shard, str, StoppableProgress], np.ndarray]
 
 
 def open_jobs(args: Args) -> list[Job]:
@@ -110,21 +114,14 @@ def open_jobs(args: Args) -> list[Job]:
         raise UserError(f"{args.data_dir}: no datasets here; make them with: python make_dataset.py --env all")
     jobs = []
     for env, split in itertools.product(envs, ("train", "test") if args.split == "both" else (args.split,)):
-        try:
-            dataset = Dataset(args.data_dir, env, split, "clean" if args.render == "clean" else "distractor")
-        except UserError:
-            if args.render != "both":
-                raise
-            dataset = Dataset(args.data_dir, env, split, "clean")  # the same error, or a set of clean frames only
-        renders = [
-            render for render in dataset.plan["renders"] if args.render in ("both", render) or dataset.is_recorded
-        ]
+        dataset = Dataset(args.data_dir, env, split, None if args.render == "both" else args.render)
+        renders = dataset.plan["renders"] if args.render == "both" else [dataset.render]
         boxes = read_boxes(args, dataset)
         settings: dict[str, Any] = {"method": "import"}
         if args.import_dir is None:
             settings = {"method": "sam2.1", "model": args.model, "image_size": args.image_size}
             settings["box"] = boxes.tolist() if args.boxes else boxes[0].tolist()
-        jobs.append(Job(dataset, tuple(renders), boxes, args.name, settings))
+        jobs.append(Job(dataset, renders, boxes, args.name, settings))
     return jobs
 
 
@@ -187,19 +184,11 @@ def finished(job: Job, shard: Shard, announce: bool = False) -> dict[str, np.nda
 
     UserError if it was made with other settings. `announce` prints what is wrong with a damaged one.
     """
-    path = derived_path(shard.path, job.name)
-    try:
-        stored = read_derived(shard, job.name)
-    except store.Damaged as error:
-        if announce and path.exists():
-            print(f"{error}; making it again")
+    advice = "give these masks another --name, or remove the old ones: "
+    advice += f"rm {shlex.quote(str(shard.path.parent))}/*.{job.name}.h5"
+    stored = read_finished(shard, job.name, job.settings, advice, announce)
+    if stored is None:
         return {}
-    settings = {key: value for key, value in stored.attributes["settings"].items() if key in job.settings}
-    if lines := store.differences(settings, job.settings):
-        raise UserError(
-            f"{path}: made with other settings ({', '.join(lines)}); give these masks another --name, or remove the "
-            f"old ones: rm {shlex.quote(str(path.parent))}/*.{job.name}.h5"
-        )
     hashes = {name: stored.hashes[name].tobytes() for name in stored.arrays}
     return {name: stored.arrays[name] for name in hashes if job.hashes.get((shard.path, name)) in (None, hashes[name])}
 
@@ -211,15 +200,8 @@ def missing_frames(job: Job, shard: Shard) -> int:
 
 def command(args: Args, env: str) -> str:
     """The command that makes the same masks, for the messages of readers, without folders of this machine."""
-    words = ["python", "make_masks.py", "--env", env]
-    words += ["--import", "DIR"] if args.import_dir else []
-    for name in ("name", "model", "image_size"):
-        if getattr(args, name) != getattr(Args, name):
-            words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    words += ["--checkpoint", "FILE"] if args.checkpoint else []
-    words += ["--box", *map(str, args.box)] if args.box else []
-    words += ["--boxes", "FILE"] if args.boxes else []
-    return " ".join(words)
+    start = f"python make_masks.py --env {env}" + (" --import DIR" if args.import_dir else "")
+    return describe_command(start, args, Args, HIDDEN_FIELDS)
 
 
 def make(args: Args, places: dict[Path, tuple[Job, Shard]], segment: Segment | None) -> None:
@@ -239,7 +221,7 @@ def make(args: Args, places: dict[Path, tuple[Job, Shard]], segment: Segment | N
     if not total:
         print(f"masks '{args.name}' are complete")
         return
-    with Frames(f"masks '{args.name}'", total, "frames") as progress:
+    with StoppableProgress(f"masks '{args.name}'", total, "frames") as progress:
         store.fill(paths=lambda: places, is_missing=lambda path: missing_frames(*places[path]) > 0, make=make_file)
 
 
@@ -256,7 +238,7 @@ def load_sam(args: Args, jobs: list[Job]) -> Segment:
     for job in jobs:
         job.settings["checkpoint_sha256"] = digest
 
-    def segment(job: Job, shard: Shard, render: str, progress: Frames) -> np.ndarray:
+    def segment(job: Job, shard: Shard, render: str, progress: StoppableProgress) -> np.ndarray:
         episodes = np.split(shard.arrays[f"{render}/observation"], shard.episode_start[1:-1])
         batch = args.batch_episodes or (8 if device.type == "cuda" else 1)
         before = sum(earlier.num_episodes for earlier in job.dataset.shards[: job.dataset.shards.index(shard)])
@@ -269,15 +251,13 @@ def load_sam(args: Args, jobs: list[Job]) -> Segment:
 # -------------------------------------------------------------------------------------------------------------- import
 
 
-def episode_name(path: Path) -> str:
-    """The number of an episode whose masks are a file 00000.npy or a folder 00000."""
-    return path.stem if path.suffix.lower() == ".npy" else path.name
-
-
 def episode_paths(folder: Path, episodes: int) -> list[Path]:
     """The episodes' files (.npy) or folders in order. UserError if some are missing, double or too many."""
-    paths = media.in_order(media.listing(folder) if folder.is_dir() else [], episode_name)
-    present, expected = {episode_name(path).zfill(5) for path in paths}, {f"{number:05d}" for number in range(episodes)}
+    paths = media.in_order(media.listing(folder) if folder.is_dir() else [], media.episode_name)
+    present, expected = (
+        {media.episode_name(path).zfill(5) for path in paths},
+        {f"{number:05d}" for number in range(episodes)},
+    )
     if present != expected:
         missing, extra = sorted(expected - present), sorted(present - expected)
         raise UserError(
@@ -314,7 +294,7 @@ def read_episode(path: Path, frames: int, size: int) -> np.ndarray:
     return np.packbits(np.stack(masks).reshape(frames, -1), axis=1)
 
 
-def read_import(job: Job, shard: Shard, render: str, progress: Frames) -> np.ndarray:
+def read_import(job: Job, shard: Shard, render: str, progress: StoppableProgress) -> np.ndarray:
     """The masks of a shard from --import."""
     masks = []
     for path, frames in zip(job.paths[shard.path, render], np.diff(shard.episode_start).tolist()):
@@ -325,7 +305,9 @@ def read_import(job: Job, shard: Shard, render: str, progress: Frames) -> np.nda
 
 def check_import(args: Args, jobs: list[Job]) -> Segment:
     """Reads all masks in --import once, so that what is wrong shows before any is written; hashes tell which differ."""
-    with Frames("checking", sum(job.dataset.num_frames * len(job.renders) for job in jobs), "frames") as progress:
+    with StoppableProgress(
+        "checking", sum(job.dataset.num_frames * len(job.renders) for job in jobs), "frames"
+    ) as progress:
         for job, render in [(each, render) for each in jobs for render in each.renders]:
             folder = args.import_dir / job.dataset.env / job.dataset.split / render
             if job.dataset.is_recorded and not folder.is_dir():

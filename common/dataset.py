@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import difflib
 import functools
 import hashlib
+import itertools
 import mmap
 import shlex
 from collections.abc import Callable, Iterable, Iterator
@@ -22,14 +24,16 @@ import torch
 
 from common import store
 from common.cli import UserError
-from common.shards import DERIVED, Shard, derived_path, missing_shards, read_derived, read_shard, shard_paths
-from common.store import Damaged
+from common.shards import DERIVED, Shard, Split, derived_path, read_derived, read_shard, shard_paths
+from common.store import Damaged, StoppableProgress
 from common.tasks import TASKS
 
 TRAINING_BYTES = 24 * 2**30  # what training takes at most beside the data: the peak that the paper reports
 NOISE_DIM = 8  # random numbers per sample of a batch
 MAP_CHUNK = 1024  # frames per copy when a whole set is uploaded
 READ_AHEAD = 8  # batches that are read from the disk before they are needed
+MADVISE = ctypes.CDLL(None).madvise  # of mmap's it would take which mapped file an array lies in
+MADVISE.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Dataset:
@@ -74,7 +78,6 @@ class Dataset:
         self._rows = {"frames": [shard.arrays[f"{render}/observation"] for shard in self.shards]}
         self.attached: dict[str, dict[str, Any]] = {}  # of further ones: how they came about, and their hash
         self._resident: dict[tuple[str, torch.device], torch.Tensor] = {}
-        self._mappings: dict[str, list[Any]] = {}  # see `read_ahead`
         self.mask_hash = "gt"  # of the mask files, if they are not the shards' own
         if mask_source != "gt":
             self._open_masks(mask_source)
@@ -116,30 +119,30 @@ class Dataset:
             close = difflib.get_close_matches(self.env, TASKS, n=1, cutoff=0.6)
             hint = f" (or did you mean {close[0]!r}?)" if close and self.env not in TASKS else ""
             raise UserError(f"{self.folder}: no dataset here; make it with: {self.command}{hint}")
-        shards = []
+        shards: list[Shard] = []
         for path in paths:
             try:
-                shards.append(read_shard(path))
-                # Actions are small, and read as a whole anyway.
-                store.verify(shards[-1].stored, {"action"} & shards[-1].arrays.keys())
+                shard = read_shard(path)
+                store.verify(shard, {"action"} & shard.arrays.keys())  # small, and read as a whole anyway
             except Damaged as error:
                 raise self._damaged(error, path, self.command) from error
-        first = shards[0]
-        for shard in shards:
             if (shard.plan["env"], shard.plan["split"]) != (self.env, self.split):
                 raise UserError(
-                    f"{shard.path}: holds {shard.plan['env']}/{shard.plan['split']}, not {self.env}/{self.split}; move "
+                    f"{path}: holds {shard.plan['env']}/{shard.plan['split']}, not {self.env}/{self.split}; move "
                     f"it away and run: {self.command}"
                 )
-            if shard.plan != first.plan:
-                fields = ", ".join(store.differences(first.plan, shard.plan))
+            shards.append(shard)
+            if fields := store.differences(shards[0].plan, shard.plan):
                 raise UserError(
-                    f"{shard.path}: made with other settings than {first.path.name} ({fields}); remove the folder "
+                    f"{path}: made with other settings than {paths[0].name} ({', '.join(fields)}); remove the folder "
                     f"{self.folder} or the odd shards and run: {self.command}"
                 )
-        missing = missing_shards(shards)
-        if missing:
-            raise UserError(f"{self.folder}: incomplete, {missing}; finish it with: {self.command}")
+        split = Split(self.folder, shards[0].plan, {shard.path: shard.num_transitions for shard in shards})
+        if missing := split.first_missing():
+            raise UserError(
+                f"{self.folder}: incomplete, {missing.name} is missing and {len(shards)} shards are there; finish it "
+                f"with: {self.command}"
+            )
         return shards
 
     def _open_masks(self, source: str) -> None:
@@ -170,22 +173,24 @@ class Dataset:
         self.mask_hash = hashlib.sha256("".join(hashes).encode()).hexdigest()
         self._rows["masks"] = parts
 
-    def verify(self, progress: Callable[[int], None] = lambda frames: None) -> None:
+    def verify(self) -> None:
         """Re-read and re-hash every episode of both renders, and what was derived from the shards (masks, flow).
 
-        Raises UserError naming file and episode. `progress` is called after each shard with its number of frames.
+        Raises UserError naming file and episode, and Stopped at a signal.
         """
-        for shard in self.shards:
-            path, command = shard.path, self.command
-            try:
-                store.verify(shard.stored)
-                for path in sorted(self.folder.glob(f"{shard.path.stem}.*.h5")):
-                    source = path.name.split(".")[1]
-                    command = "" if source in DERIVED else self._mask_command(source)  # training makes those again
-                    store.verify(read_derived(shard, source))
-            except Damaged as error:
-                raise self._damaged(error, path, command) from error
-            progress(shard.frames)
+        with StoppableProgress(f"verify {self.env}/{self.split}", self.num_frames, "frames") as progress:
+            for shard in self.shards:
+                path, command = shard.path, self.command
+                try:
+                    store.verify(shard)
+                    for path in sorted(self.folder.glob(f"{shard.path.stem}.*.h5")):
+                        source = path.name.split(".")[1]
+                        command = "" if source in DERIVED else self._mask_command(source)  # training makes those again
+                        store.verify(read_derived(shard, source))
+                except Damaged as error:
+                    raise self._damaged(error, path, command) from error
+                progress.update(shard.frames)
+        print(f"{self.folder}: {len(self.shards)} shards are as they were written, hash {self.hash}")
 
     # --- content
 
@@ -226,9 +231,7 @@ class Dataset:
     @cached_property
     def transitions(self) -> np.ndarray:
         """int64 (num_transitions,): every frame that has a next one in its episode, in order."""
-        keep = np.ones(self.num_frames, bool)
-        keep[self.episode_start[1:] - 1] = False
-        return np.flatnonzero(keep)
+        return np.delete(np.arange(self.num_frames), self.episode_start[1:] - 1)
 
     @cached_property
     def episode_of_frame(self) -> np.ndarray:
@@ -276,6 +279,12 @@ class Dataset:
             action = np.clip(self.action[chunk].astype(np.float64), -1, 1)
             count, total, squares = count + len(action), total + action.sum(0), squares + (action**2).sum(0)
         return float((squares / count - (total / count) ** 2).mean())
+
+    def describe(self) -> str:
+        """Its folder and size in a line."""
+        size = sum(shard.path.stat().st_size for shard in self.shards)
+        counts = f"{self.num_transitions:,} transitions in {self.num_episodes:,} episodes"
+        return f"{self.folder}: {len(self.shards)} shards, {counts}, {size / 1e9:.2f} GB, hash {self.hash}"
 
     def summary(self) -> dict[str, Any]:
         """What a result must say about its data, as JSON values."""
@@ -381,9 +390,7 @@ class Dataset:
         Copying them later finds them in memory. Otherwise it would wait for the disk at every page, one after the
         other, since the copying thread must have one to go on to the next.
         """
-        if name not in self._mappings:
-            self._mappings[name] = [store.mapping(part) for part in self._parts(name)]
-        frames = np.unique(index)
+        parts, frames = self._parts(name), np.unique(index)
         first = np.flatnonzero(np.diff(frames, prepend=-2) != 1)  # of each run of neighbours
         starts, stops = frames[first], frames[np.append(first[1:], len(frames)) - 1] + 1
         dtype, item = self.row_kind(name)
@@ -391,11 +398,9 @@ class Dataset:
         shards = np.searchsorted(self._frame_start, starts, "right") - 1
         begins, ends = ((frame - self._frame_start[shards]) * row_bytes for frame in (starts, stops))
         for shard, begin, end in zip(shards.tolist(), begins.tolist(), ends.tolist()):
-            if (mapped := self._mappings[name][shard]) is not None:
-                file, offset = mapped
-                page = (offset + begin) // mmap.PAGESIZE * mmap.PAGESIZE
-                with contextlib.suppress(OSError):  # where it cannot, copying waits for the disk
-                    file.madvise(mmap.MADV_WILLNEED, page, offset + end - page)
+            address = parts[shard].ctypes.data
+            page = (address + begin) // mmap.PAGESIZE * mmap.PAGESIZE
+            MADVISE(page, address + end - page, mmap.MADV_WILLNEED)  # where it cannot, copying waits for the disk
 
     def resident(self, name: str, device: torch.device) -> torch.Tensor:
         """All rows of a name as one tensor on `device`, uploaded once: uint8 (T, bytes of a row)."""
@@ -412,12 +417,6 @@ class Dataset:
                 torch.cuda.synchronize(device)  # other streams read it from now on
             self._resident[name, device] = whole
         return self._resident[name, device]
-
-    def resident_bytes(self, device: torch.device) -> int:
-        return sum(tensor.nbytes for (_, where), tensor in self._resident.items() if where == device)
-
-    def is_resident(self, fields: tuple[str, ...], device: torch.device) -> bool:
-        return all((name, device) in self._resident for name in fields)
 
     def fits(self, device: torch.device, fields: tuple[str, ...]) -> bool:
         """True if these are on the GPU already or leave enough of its free memory for training."""
@@ -504,38 +503,28 @@ def _load(
     )
 
 
-class _Prefetch:
-    """Calls `load(position)` one position ahead, in a thread and on a CUDA stream of its own."""
+def _prefetched(load: Callable[[int], Batch], positions: Iterable[int], device: torch.device) -> Iterator[Batch]:
+    """`load(position)` of each, one position ahead, in a thread and on a CUDA stream of its own, which `close` ends."""
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def __init__(self, load: Callable[[int], Batch], start: int, stop: int | None, device: torch.device):
-        self.load, self.position, self.stop, self.device = load, start, stop, device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        self._submit()
+    def run(position: int) -> tuple[Batch, Any]:
+        if stream is None:
+            return load(position), None
+        with torch.cuda.stream(stream):
+            return load(position), stream.record_event()
 
-    def _submit(self) -> None:
-        if self.stop is None or self.position < self.stop:
-            self._future = self._thread.submit(self._run, self.position)
-
-    def _run(self, position: int) -> tuple[Batch, Any]:
-        if self._stream is None:
-            return self.load(position), None
-        with torch.cuda.stream(self._stream):
-            return self.load(position), self._stream.record_event()
-
-    def next(self) -> Batch:
-        batch, ready = self._future.result()
-        self.position += 1
-        self._submit()
-        if ready is not None:
-            stream = torch.cuda.current_stream(self.device)
-            stream.wait_event(ready)
-            for tensor in batch.tensors():
-                tensor.record_stream(stream)
-        return batch
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+    with ThreadPoolExecutor(1, thread_name_prefix="batches") as thread:
+        jobs = (thread.submit(run, position) for position in positions)
+        following = next(jobs, None)
+        while following is not None:
+            batch, ready = following.result()
+            following = next(jobs, None)
+            if ready is not None:
+                consumer = torch.cuda.current_stream(device)
+                consumer.wait_event(ready)
+                for tensor in batch.tensors():
+                    tensor.record_stream(consumer)
+            yield batch
 
 
 class Sampler:
@@ -576,32 +565,30 @@ class Sampler:
         if self.on_device:  # upload here, not in the thread, whose stream would own the memory
             for name in fields:
                 dataset.resident(name, self.device)
-        self._read_ahead, self._read_until = read_ahead if hasattr(mmap, "MADV_WILLNEED") else 0, 0
+        self._read_ahead, self._read_until = read_ahead, 0
         self._order = functools.lru_cache(maxsize=2)(self._shuffled)  # reading ahead sees the next epoch already
-        self._prefetch = _Prefetch(self._load, 0, None, self.device)
+        self.position = 0  # batches consumed so far
+        self._batches = _prefetched(self._load, itertools.count(), self.device)
 
     @property
     def data_bytes(self) -> int:
         """What the set takes in the device's memory."""
-        return self.dataset.resident_bytes(self.device)
-
-    @property
-    def position(self) -> int:
-        """Batches consumed so far."""
-        return self._prefetch.position
+        return sum(tensor.nbytes for (_, where), tensor in self.dataset._resident.items() if where == self.device)
 
     def next(self) -> Batch:
-        return self._prefetch.next()
+        batch = next(self._batches)
+        self.position += 1
+        return batch
 
     def seek(self, position: int) -> None:
         """Go on at a position, as if that many batches had been consumed."""
         if position != self.position:
-            self._prefetch.close()
-            self._prefetch = _Prefetch(self._load, position, None, self.device)
+            self._batches.close()
+            self.position, self._batches = position, _prefetched(self._load, itertools.count(position), self.device)
 
     def close(self) -> None:
         """Stop the thread."""
-        self._prefetch.close()
+        self._batches.close()
 
     def episodes(self, position: int) -> list[int]:
         """The episodes that the batch at a position is drawn from."""
@@ -649,36 +636,31 @@ class LabelledBatch(NamedTuple):
     labelled: Batch
 
 
-class LabelledSampler:
+class LabelledSampler(Sampler):
     """Batches of all transitions and, beside them, of labelled ones (frames, int64); both draw their own k.
 
     An epoch is one pass over all transitions. options: as for a Sampler.
     """
 
     def __init__(self, dataset: Dataset, labelled: np.ndarray, batch_size: int, *, seed: int, **options: Any) -> None:
-        self.sampler = Sampler(dataset, batch_size, seed=seed, **options)
+        super().__init__(dataset, batch_size, seed=seed, **options)
         size = min(batch_size, len(labelled))
         self.labelled = Sampler(dataset, size, seed=seed + 2**31, indices=labelled, **options)
-        self.batch_size, self.batches_per_epoch = batch_size, self.sampler.batches_per_epoch
-
-    @property
-    def data_bytes(self) -> int:
-        return self.sampler.data_bytes
 
     def episodes(self, position: int) -> list[int]:
         """The episodes that both batches at a position are drawn from."""
-        return sorted({*self.sampler.episodes(position), *self.labelled.episodes(position)})
+        return sorted({*super().episodes(position), *self.labelled.episodes(position)})
 
     def next(self) -> LabelledBatch:
-        batch = self.sampler.next()
+        batch = super().next()
         return LabelledBatch(batch.frames, batch.action, self.labelled.next())
 
     def seek(self, position: int) -> None:
-        self.sampler.seek(position)
+        super().seek(position)
         self.labelled.seek(position)
 
     def close(self) -> None:
-        self.sampler.close()
+        super().close()
         self.labelled.close()
 
 
@@ -736,23 +718,17 @@ def sequential(
     """
     device = torch.device(device)
     indices = dataset.transitions if indices is None else indices
-    on_device = dataset.is_resident(fields, device)
+    on_device = all((name, device) in dataset._resident for name in fields)
 
     def load(position: int) -> Batch:
         t = indices[position * batch_size : (position + 1) * batch_size]
         window = window_index(dataset, t, max_offset=max_offset)
         return _load(dataset, t, window, device, fields, on_device, [position])
 
-    batches = -(-len(indices) // batch_size)
-    prefetch = _Prefetch(load, 0, batches, device)
-    try:
-        for _ in range(batches):
-            yield prefetch.next()
-    finally:
-        prefetch.close()
+    return _prefetched(load, range(-(-len(indices) // batch_size)), device)
 
 
-def updates_for(epochs: float, updates: int | None, sampler: Sampler | LabelledSampler) -> int:
+def updates_for(epochs: float, updates: int | None, sampler: Sampler) -> int:
     """Epochs turned into updates, at least one; `updates` wins if it is given."""
     return max(1, round(epochs * sampler.batches_per_epoch)) if updates is None else updates
 

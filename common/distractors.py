@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
 
 from common import media
 from common.cli import UserError
@@ -158,8 +157,7 @@ def _is_clip(path: Path) -> bool:
 
 def _read_clip(source: Path, size: int) -> np.ndarray:
     """uint8 (T, size, size, 3), from a folder of images or a video file: the square in the middle."""
-    pictures = map(Image.fromarray, media.frames(source))
-    return np.stack([ImageOps.fit(picture, (size, size), Image.Resampling.BICUBIC) for picture in pictures])
+    return np.stack([media.as_square(frame, size, "crop", source) for frame in media.frames(source)])
 
 
 # --- DAVIS download ---

@@ -53,7 +53,9 @@ def make_env(
     """
     task = get_task(env)
     size = image_size or task.image_size
-    options = RenderOptions(
+    return (DCSEnv if task.suite == "dcs" else DMWEnv)(
+        task=task,
+        max_steps=max_steps or task.max_steps,
         renders=renders,
         masks=masks,
         size=size,
@@ -61,21 +63,9 @@ def make_env(
         distractors=distractors,
         clips=load_clips(distractors, task, split, size) if "distractor" in renders else [],
     )
-    return (DCSEnv if task.suite == "dcs" else DMWEnv)(task, max_steps or task.max_steps, options)
 
 
-@dataclass(frozen=True)
-class RenderOptions:
-    """What to render of every state, and how: the options of `make_env`, with the clips of the split."""
-
-    renders: tuple[str, ...]
-    masks: bool
-    size: int  # height and width of a frame in pixels
-    fast: bool
-    distractors: DistractorConfig
-    clips: list[Clip]
-
-
+@dataclass(eq=False, repr=False)
 class DistractingEnv(gymnasium.Env):
     """What both suites share: spaces, seeds, and the OpenGL context that the first reset starts. Use `make_env`.
 
@@ -84,22 +74,30 @@ class DistractingEnv(gymnasium.Env):
     `_render() -> observation` without the state.
     """
 
-    def __init__(self, task: Task, max_steps: int, options: RenderOptions):
-        self.task, self.max_steps, self._options = task, max_steps, options
-        self._distracting = "distractor" in options.renders
+    task: Task
+    max_steps: int
+    renders: tuple[str, ...]
+    masks: bool
+    size: int  # height and width of a frame in pixels
+    fast: bool
+    distractors: DistractorConfig
+    clips: list[Clip]
+
+    def __post_init__(self):
+        self._distracting = "distractor" in self.renders
         self._offscreen: Offscreen | None = None
         self._moving: list[Any] = []  # what has to `step` with the physics
         self._steps = 0
-        shape = (options.size, options.size)
+        shape = (self.size, self.size)
         spaces: dict[str, gymnasium.Space] = {
-            "state": gymnasium.spaces.Box(-np.inf, np.inf, (task.state_dim,), np.float32)
+            "state": gymnasium.spaces.Box(-np.inf, np.inf, (self.task.state_dim,), np.float32)
         }
-        for render in options.renders:
+        for render in self.renders:
             spaces[f"{render}/observation"] = gymnasium.spaces.Box(0, 255, (*shape, 3), np.uint8)
-            if options.masks:
+            if self.masks:
                 spaces[f"{render}/mask"] = gymnasium.spaces.Box(0, 1, shape, np.bool_)
         self.observation_space = gymnasium.spaces.Dict(spaces)
-        self.action_space = gymnasium.spaces.Box(-1, 1, (task.action_dim,), np.float32)
+        self.action_space = gymnasium.spaces.Box(-1, 1, (self.task.action_dim,), np.float32)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict[str, np.ndarray], dict]:
         super().reset(seed=seed)
@@ -109,14 +107,12 @@ class DistractingEnv(gymnasium.Env):
         physics, background, camera, color = np.random.SeedSequence(seed).spawn(4)
         state = self._reset_physics(physics)
         self._steps = 0
-        if self._options.renders and self._offscreen is None:
+        if self.renders and self._offscreen is None:
             camera_id = self.model.camera(self.task.camera).id
-            self._offscreen = Offscreen(
-                self._models(), self.data, camera_id, size=self._options.size, fast=self._options.fast
-            )
+            self._offscreen = Offscreen(self._models(), self.data, camera_id, size=self.size, fast=self.fast)
         info: dict[str, Any] = {}
         if self._distracting:
-            self._player = BackgroundPlayer(self._options.clips, np.random.default_rng(background))
+            self._player = BackgroundPlayer(self.clips, np.random.default_rng(background))
             self._moving = [self._player]
             self._start_walks(camera, color)
             info = {
@@ -171,10 +167,10 @@ class DCSEnv(DistractingEnv):
     _FACES = np.array([(1, 0, 0), (-1, 0, 0), (0, 0, 1), (0, 0, -1), (0, -1, 0), (0, 1, 0)])
     _BELOW = 3
 
-    def __init__(self, task: Task, max_steps: int, options: RenderOptions):
-        super().__init__(task, max_steps, options)
+    def __post_init__(self):
+        super().__post_init__()
         suite = import_simulator("dm_control.suite")
-        self._env = suite.load(*task.name.split("-"), task_kwargs={"time_limit": float("inf")})
+        self._env = suite.load(*self.task.name.split("-"), task_kwargs={"time_limit": float("inf")})
         self.model, self.data = self._env.physics.model.ptr, self._env.physics.data.ptr
         self._agent_bodies = np.arange(self.model.nbody) != 0
         self._camera_walk: CameraWalk | None = None
@@ -188,14 +184,14 @@ class DCSEnv(DistractingEnv):
         return _flatten(time_step.observation), time_step.reward, False, {}
 
     def _models(self) -> dict[str, mujoco.MjModel]:
-        models = dict.fromkeys(self._options.renders, self.model)
-        if self._options.masks:
+        models = dict.fromkeys(self.renders, self.model)
+        if self.masks:
             models[MASK] = self.model
         if self._distracting:
             # The task's model with a small, empty skybox; everything else is as in the physics.
             domain = importlib.import_module(f"dm_control.suite.{self.task.name.split('-')[0]}")
             xml, assets = domain.get_model_and_assets()
-            face = round(FACE_SCALE * self._options.size)
+            face = round(FACE_SCALE * self.size)
             skybox = f'<texture name="skybox" type="skybox" builtin="flat" width="{face}" height="{face}"/>'
             assets = {**assets, "./common/skybox.xml": f"<mujoco><asset>{skybox}</asset></mujoco>".encode()}
             models["distractor"] = mujoco.MjModel.from_xml_string(xml, assets)
@@ -203,7 +199,7 @@ class DCSEnv(DistractingEnv):
         return models
 
     def _start_walks(self, camera: np.random.SeedSequence, color: np.random.SeedSequence) -> None:
-        scales, data, index = self._options.distractors, self.data, self.task.camera
+        scales, data, index = self.distractors, self.data, self.task.camera
         self._color_walk = ColorWalk(np.random.default_rng(color), scales.color_scale, self.model.mat_rgba[:, :3])
         self._moving.append(self._color_walk)
         if scales.camera_scale > 0:  # else the task's own camera, to the last bit
@@ -218,11 +214,11 @@ class DCSEnv(DistractingEnv):
         data, index = self.data, self.task.camera
         plain_position, plain_rotation = data.cam_xpos[index].copy(), data.cam_xmat[index].copy()
         result, mask = {}, None
-        for render in self._options.renders:
+        for render in self.renders:
             if render == "distractor":
                 self._distract(along_x=abs(plain_rotation[2]) > abs(plain_rotation[5]))
             result[f"{render}/observation"] = self._offscreen.draw(render)[::-1].copy()
-            if self._options.masks:
+            if self.masks:
                 if mask is None or self._camera_walk:  # from one place, both renders see the same of the agent
                     segments, objects = self._offscreen.draw_segments()
                     mask = self._is_agent(objects)[segments[::-1]]
@@ -273,9 +269,9 @@ def _flatten(observation: dict[str, Any]) -> np.ndarray:
 class DMWEnv(DistractingEnv):
     """A task of Distracting Meta-World; a drawing in colour and one of segments serve both renders. Use `make_env`."""
 
-    def __init__(self, task: Task, max_steps: int, options: RenderOptions):
-        super().__init__(task, max_steps, options)
-        self._env = import_simulator("metaworld.env_dict").ALL_V3_ENVIRONMENTS[f"{task.name}-v3"]()
+    def __post_init__(self):
+        super().__post_init__()
+        self._env = import_simulator("metaworld.env_dict").ALL_V3_ENVIRONMENTS[f"{self.task.name}-v3"]()
         # As for the tasks of MT10, the state tells the goal.
         self._env._partially_observable = False
         del self._env.sawyer_observation_space  # a cached property: it would still clip the goal to zero
@@ -306,7 +302,7 @@ class DMWEnv(DistractingEnv):
 
     def _models(self) -> dict[str, mujoco.MjModel]:
         models = {"color": self.model}
-        if self._options.masks or self._distracting:
+        if self.masks or self._distracting:
             models[MASK] = self.model
         return models
 
@@ -323,11 +319,11 @@ class DMWEnv(DistractingEnv):
             nothing, floor = (-1, -1), (int(mujoco.mjtObj.mjOBJ_GEOM), self.model.geom("floor").id)
             is_scene = np.array([place not in (nothing, floor) for place in objects])
         result: dict[str, np.ndarray] = {}
-        for render in self._options.renders:
+        for render in self.renders:
             picture = color
             if render == "distractor":
                 picture = np.where(is_scene[segments][..., None], color, self._player.frame)
             result[f"{render}/observation"] = picture
-            if self._options.masks:
+            if self.masks:
                 result[f"{render}/mask"] = is_agent[segments]
         return result

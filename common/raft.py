@@ -19,10 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import store
-from common.cli import Progress, Stopped, UserError, stop_requested
+from common.cli import UserError
 from common.dataset import Dataset
-from common.shards import Shard, derived_path, read_derived, write_derived
-from common.store import Damaged
+from common.shards import Shard, derived_path, read_derived, read_finished, write_derived
 from common.weights import read_weights, weights_hash
 
 # The authors' names -> torchvision's.
@@ -45,31 +44,11 @@ RENAMED = (
 )
 
 
-def to_torchvision(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights under the names of torchvision; those of RAFT's authors are renamed, others stay as they are.
-
-    The norm after a downsampling convolution stands twice in the authors' files (norm3 or norm4, and downsample.1).
-    """
-    found = {}
-    for name, value in weights.items():
-        plain = re.sub(r"^module\.", "", name)
-        if not plain.startswith(("fnet.", "cnet.", "update_block.")):
-            found[plain] = value
-            continue
-        for pattern, replacement in RENAMED:
-            plain = re.sub(pattern, replacement, plain)
-        found[plain] = value
-    last = {name: max((2, 3), key=lambda n: f"{name}.convnormrelu{n}.0.weight" in found) for name in _blocks(found)}
-    return {
-        name: value
-        for name, value in found.items()
-        if not any(name.startswith(f"{block}.convnormrelu{count + 1}.1.") for block, count in last.items())
-    }
-
-
-def _blocks(weights: dict[str, Tensor]) -> set[str]:
-    """The residual blocks with a downsampling convolution."""
-    return {name.split(".downsample.")[0] for name in weights if ".downsample." in name}
+def to_torchvision(name: str) -> str:
+    """The name of a weight in torchvision's RAFT; those of RAFT's authors are renamed, others stay as they are."""
+    for pattern, replacement in RENAMED:
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
 def load_raft(size: Literal["large", "small"], checkpoint: Path | None, device: torch.device) -> tuple[nn.Module, str]:
@@ -86,18 +65,19 @@ def load_raft(size: Literal["large", "small"], checkpoint: Path | None, device: 
     if checkpoint is None:
         weights = _download((optical_flow.Raft_Large_Weights if large else optical_flow.Raft_Small_Weights).DEFAULT)
     else:
-        weights = to_torchvision(read_weights(checkpoint, "--raft-checkpoint"))
+        found = read_weights(checkpoint, "--raft-checkpoint").items()
+        weights = {to_torchvision(name): value for name, value in found}
     state = model.state_dict()
-    counters = {name: value for name, value in state.items() if name.endswith("num_batches_tracked")}
-    weights = {name: value for name, value in weights.items() if name not in counters}
-    wanted = {name: value.shape for name, value in state.items() if name not in counters}
-    if {name: value.shape for name, value in weights.items()} != wanted:
-        fit, other = len(set(weights) & set(wanted)), "small" if large else "large"
+    wanted = {name: value.shape for name, value in state.items() if not name.endswith("num_batches_tracked")}
+    # The authors' files have the norm after a downsampling convolution under a second name too.
+    weights = {name: value for name, value in weights.items() if value.shape == wanted.get(name)}
+    if len(weights) < len(wanted):
+        other = "small" if large else "large"
         raise UserError(
-            f"--raft-checkpoint {checkpoint}: not the weights of RAFT {size} ({len(weights)} tensors, {fit} of "
-            f"{len(wanted)} names fit); is it RAFT {other}? Then add --raft {other}"
+            f"--raft-checkpoint {checkpoint}: not the weights of RAFT {size} ({len(weights)} of {len(wanted)} tensors "
+            f"fit); is it RAFT {other}? Then add --raft {other}"
         )
-    model.load_state_dict(counters | weights)
+    model.load_state_dict(state | weights)
     return model.eval().requires_grad_(False).to(device), weights_hash(weights)
 
 
@@ -145,6 +125,7 @@ def attach_flow(dataset: Dataset, args: Any, device: torch.device, threads: int 
     that do the same; those of another version of their shard are made again. Returns the seconds that it took.
 
     args: laof.py's; raft (large or small), raft_checkpoint and raft_iterations decide what the flow is.
+
     threads: files that are made side by side, so that one is read or written while another is computed; None: 2 on a
     GPU, 1 on a CPU, which has no time to spare.
 
@@ -153,41 +134,23 @@ def attach_flow(dataset: Dataset, args: Any, device: torch.device, threads: int 
     start, name = time.monotonic(), f"{dataset.render}/flow"
     shards = {derived_path(shard.path, "raft"): shard for shard in dataset.shards}
     settings: dict[str, Any] = {"raft": args.raft, "iterations": args.raft_iterations}
+    advice = "use those, or compute everything again after: "
+    advice += f"rm {shlex.quote(str(dataset.folder.parent))}/*/*.raft.h5"
     model: nn.Module | None = None
-    reported: set[Path] = set()
 
     def load() -> None:
         nonlocal model
         model, settings["weights"] = load_raft(args.raft, args.raft_checkpoint, device)
-        for path in shards:  # refuse flow of other settings before any file is added to it
-            read(path)
+        for shard in dataset.shards:  # refuse flow of other settings before any file is added to it
+            read_finished(shard, "raft", settings, advice)
 
-    def read(path: Path) -> store.StoredFile | None:
-        """The file of a shard, which may hold the other render's flow only; None if it has to be made."""
-        if not path.exists():
-            return None
-        try:
-            stored = read_derived(shards[path], "raft")
-        except Damaged as error:
-            if path not in reported:
-                print(f"{error}; it is made again", flush=True)
-                reported.add(path)
-            return None
-        there = {key: stored.attributes["settings"].get(key) for key in settings}
-        if lines := store.differences(there, settings):
-            raise UserError(
-                f"{path}: made with other settings ({', '.join(lines)}); use those, or compute everything again after: "
-                f"rm {shlex.quote(str(dataset.folder.parent))}/*/*.raft.h5"
-            )
-        return stored
-
-    def is_missing(path: Path) -> bool:
-        stored = read(path)
+    def is_missing(path: Path) -> bool:  # the file may hold the other render's flow only
+        stored = read_finished(shards[path], "raft", settings, advice)
         return stored is None or name not in stored.arrays
 
     def make(path: Path, model: nn.Module) -> None:
-        stored = read(path)
-        arrays = {} if stored is None else {key: np.array(array) for key, array in stored.arrays.items()}
+        stored = read_finished(shards[path], "raft", settings, advice, announce=True)
+        arrays = {} if stored is None else stored.arrays
         write_derived(shards[path], "raft", arrays | {name: compute(shards[path], model)}, settings)
 
     def compute(shard: Shard, model: nn.Module) -> np.ndarray:
@@ -195,8 +158,6 @@ def attach_flow(dataset: Dataset, args: Any, device: torch.device, threads: int 
         flow = np.zeros((*frames.shape[:3], 2), np.float16)
         batch = 64 if device.type == "cuda" else 8
         for first in range(0, shard.frames, batch):
-            if stop_requested():
-                raise Stopped(f"the complete files in {dataset.folder} stay")
             index = np.arange(first, min(first + batch, shard.frames))
             pair = [frames[index], frames[np.minimum(index + 1, shard.frames - 1)]]
             now, following = (torch.from_numpy(side).to(device) for side in pair)
@@ -214,7 +175,7 @@ def attach_flow(dataset: Dataset, args: Any, device: torch.device, threads: int 
             load()
         threads = threads or (2 if device.type == "cuda" else 1)
         with (
-            Progress(f"flow {dataset.env} {dataset.split}", missing, "frames") as progress,
+            store.StoppableProgress(f"flow {dataset.env} {dataset.split}", missing, "frames") as progress,
             ThreadPoolExecutor(threads, thread_name_prefix="flow") as pool,
         ):
             # Threads share the files as processes do; each has a network, which keeps what it computes in itself.

@@ -15,7 +15,6 @@ from common.cli import UserError
 # cores, so rendering in the calling thread is faster.
 os.environ.setdefault("LP_NUM_THREADS", "0")
 
-BACKENDS = ("egl", "osmesa", "glfw")
 GL_VARIABLES = ("MUJOCO_EGL_DEVICE_ID", "PYOPENGL_PLATFORM")  # that keep OpenGL from starting if they are wrong
 FLOOR_CELL = 4.0  # m; size of the floor's polygons in masks and in the fast quality
 COARSE_SHAPES = (16, 8)  # slices and stacks of spheres, capsules and cylinders in the fast quality
@@ -55,8 +54,6 @@ class Offscreen:
         self._view.type, self._view.fixedcamid = mujoco.mjtCamera.mjCAMERA_FIXED, camera
         self._visual_option = mujoco.MjvOption()
         backend = os.environ.get("MUJOCO_GL", "").lower().strip() or "egl"
-        if backend not in BACKENDS:
-            raise UserError(f"MUJOCO_GL={backend}: choose one of {', '.join(BACKENDS)}, or unset it for egl")
         try:
             context = importlib.import_module(f"mujoco.{backend}").GLContext
             context._context = None  # of one that cannot start, so that its end complains of nothing

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,16 +61,16 @@ def frame_bytes(plan: dict[str, Any]) -> int:
     return sum(np.dtype(dtype).itemsize * int(np.prod(shape)) for dtype, shape in frame_schema(plan).values())
 
 
-@dataclass
-class Shard:
-    """A shard whose header was checked; `arrays` are read-only memory maps."""
+class Shard(store.StoredFile):
+    """A shard whose header was checked."""
 
-    path: Path
-    plan: dict[str, Any]
-    arrays: dict[str, np.ndarray]
-    episodes: dict[str, list[Any]]
-    content_hash: str
-    stored: store.StoredFile
+    @property
+    def plan(self) -> dict[str, Any]:
+        return self.attributes["plan"]
+
+    @property
+    def episodes(self) -> dict[str, list[Any]]:
+        return self.attributes["episodes"]
 
     @property
     def episode_start(self) -> np.ndarray:
@@ -109,50 +110,42 @@ def write_shard(
 
 def read_shard(path: Path) -> Shard:
     """Opens a shard and checks its header. Damaged, or UserError for another format version."""
-    stored = store.read(path)
+    shard = Shard(**vars(store.read(path)))
     try:
-        plan, number, episodes = (stored.attributes[key] for key in ("plan", "number", "episodes"))
-        starts = stored.arrays["episode_start"]
-        schema = frame_schema(plan)
+        number, _ = shard.attributes["number"], shard.episodes
+        starts, schema = shard.episode_start, frame_schema(shard.plan)
     except (KeyError, TypeError) as error:
         raise Damaged(f"{path}: not a shard ({error} is missing)") from error
     if len(starts) < 2 or starts[0] != 0 or np.diff(starts).min() < 2:
         raise Damaged(f"{path}: episode_start is not increasing")
     for name, (dtype, shape) in schema.items():
-        array, expected = stored.arrays.get(name), (int(starts[-1]), *shape)
+        array, expected = shard.arrays.get(name), (int(starts[-1]), *shape)
         if array is None or (array.dtype, array.shape) != (np.dtype(dtype), expected):
             actual = "missing" if array is None else f"{array.dtype} {array.shape}"
             raise Damaged(f"{path}: {name} is {actual}, expected {np.dtype(dtype)} {expected}")
     if number != int(path.stem):
         raise UserError(f"{path}: this is shard {number} under another name; remove it and make {path.name} again")
-    return Shard(
-        path=path,
-        plan=plan,
-        arrays=stored.arrays,
-        episodes=episodes,
-        content_hash=stored.content_hash,
-        stored=stored,
-    )
+    return shard
+
+
+def describe_command(start: str, args: Any, default: Any, hidden: Iterable[str]) -> str:
+    """The command that makes the same files, for messages of readers. Paths of this machine are told as names.
+
+    start: its first words. default: what has the usual values. hidden: fields that `start` has, or that change nothing.
+    """
+    words = [start]
+    for name, value in vars(args).items():
+        if name not in hidden and value != getattr(default, name, None):
+            values = value if isinstance(value, tuple) else () if value is True else (value,)
+            words.append(f"--{name.replace('_', '-')}")
+            words += [name.upper() if isinstance(each, Path) else shlex.quote(str(each)) for each in values]
+    return " ".join(words)
 
 
 def shard_paths(folder: Path) -> list[Path]:
     """The shards of a folder in order; `00000.sam.h5` and the like are not shards."""
     paths = [path for path in folder.glob("*.h5") if re.fullmatch(r"\d{5,}\.h5", path.name)]
     return sorted(paths, key=lambda path: int(path.stem))
-
-
-def missing_shards(shards: list[Shard]) -> str:
-    """What a sorted list of one split's shards lacks, as a phrase; empty if it is whole."""
-    plan, numbers = shards[0].plan, {int(shard.path.stem) for shard in shards}
-    last = plan["num_shards"] - 1 if plan["num_shards"] else max(numbers)
-    gaps = [number for number in range(last + 1) if number not in numbers]
-    if gaps:
-        names = ", ".join(f"{number:05d}.h5" for number in gaps[:3]) + (", ..." if len(gaps) > 3 else "")
-        return f"{len(gaps)} of {last + 1} shards missing ({names})"
-    transitions = sum(shard.num_transitions for shard in shards)
-    if transitions < plan["num_transitions"]:
-        return f"{transitions:,} of {plan['num_transitions']:,} transitions present"
-    return ""
 
 
 # ---------------------------------------------------------------------------------------- which shards there are
@@ -209,25 +202,20 @@ class Split:
             yield path
             before += self.transitions.get(path, 0)
 
+    def first_missing(self) -> Path | None:
+        """The first shard that is not there, None if the split is complete."""
+        return next((path for path in self.candidates() if path not in self.transitions), None)
+
     def is_complete(self) -> bool:
-        return all(path in self.transitions for path in self.candidates())
+        return self.first_missing() is None
 
     def is_missing(self, path: Path, announce: bool = False) -> bool:
         """Looks for a shard. UserError if it is of another plan; `announce` prints what is wrong with a damaged one."""
-        try:
-            shard = read_shard(path)
-        except store.Damaged as error:
-            if announce:
-                print(f"{error}; making it again")
-            return True
-        if shard.plan != self.plan:
-            lines = "; ".join(store.differences(shard.plan, self.plan))
-            raise UserError(
-                f"{path}: made with other settings ({lines}). Use the same arguments to resume, another --data-dir for "
-                f"a new set, or remove {path.parent} to make it again"
-            )
-        self.transitions[path] = shard.num_transitions
-        return False
+        advice = f"use those to resume, another --data-dir for a new set, or remove {path.parent} to make it again"
+        shard = store.read_kept(path, read_shard, "plan", self.plan, advice, announce)
+        if shard is not None:
+            self.transitions[path] = shard.num_transitions
+        return shard is None
 
     def scan(self) -> None:
         """Finds the shards that are there. Raises UserError if some are of another plan."""
@@ -278,3 +266,14 @@ def read_derived(shard: Shard, name: str) -> store.StoredFile:
     if stored.attributes.get("shard_hash") != shard.content_hash:
         raise Damaged(f"{stored.path}: made from another version of {shard.path.name}")
     return stored
+
+
+def read_finished(
+    shard: Shard, name: str, settings: dict[str, Any], advice: str, announce: bool = False
+) -> store.StoredFile | None:
+    """A file derived from a shard; None if it has to be made, as it is missing or damaged, which `announce` prints.
+
+    Raises UserError, which ends in `advice`, if it was made with other settings.
+    """
+    path = derived_path(shard.path, name)
+    return store.read_kept(path, lambda _: read_derived(shard, name), "settings", settings, advice, announce)

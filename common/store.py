@@ -31,12 +31,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import h5py
 import numpy as np
 
-from common.cli import Stopped, UserError, stop_requested
+from common.cli import Progress, Stopped, UserError, stop_requested
 
 FORMAT_VERSION = 2
 HDF5_FORMAT = ("v110", "v110")  # fixed, so that the same content gives the same bytes with any newer HDF5
@@ -77,6 +77,14 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def _remove_unlocked(paths: Iterable[Path]) -> None:
+    """Removes files that no live process has locked, and that may be removed."""
+    for path in paths:
+        with contextlib.suppress(OSError), open(path, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+
+
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yields a temporary path in the same folder: renamed to `path` when the block ends well, else removed.
@@ -89,29 +97,21 @@ def atomic_path(path: Path) -> Iterator[Path]:
     # The suffix stays, since libraries choose a format by it.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part{path.suffix}")
     try:
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    try:
-        with contextlib.suppress(OSError):  # on a file system without locks leftovers stay
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.part{path.suffix}"):
-                with contextlib.suppress(OSError), open(leftover, "rb") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    leftover.unlink()
-        yield temporary
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        fsync_folder(path.parent)
+        with open(temporary, "xb") as lock:
+            with contextlib.suppress(OSError):  # on a file system without locks leftovers stay
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove_unlocked(path.parent.glob(f".{glob.escape(path.name)}.*.part{path.suffix}"))
+            yield temporary
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            fsync_folder(path.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):  # the first error is the one to tell
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno is not None and error.filename in (None, str(temporary)):
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
-    finally:
-        os.close(descriptor)
 
 
 def _json_hash(value: Any) -> str:
@@ -225,16 +225,14 @@ class StoredFile:
         return _array_hash(name, self.arrays[name], self.hashes[name])
 
 
-def _map(file: h5py.File, buffer: mmap.mmap, path: Path, name: str) -> np.ndarray:
+Stored = TypeVar("Stored", bound=StoredFile)
+
+
+def _map(file: h5py.File, buffer: mmap.mmap, name: str) -> np.ndarray:
     dataset = file[name]
-    offset = dataset.id.get_offset()
     if dataset.size == 0:
         return np.empty(dataset.shape, dataset.dtype)
-    if offset is None:
-        raise Damaged(f"{path}: {name} is not stored contiguous and uncompressed")
-    if offset + dataset.nbytes > len(buffer):
-        raise Damaged(f"{path}: truncated, {name} ends at byte {offset + dataset.nbytes:,} of {len(buffer):,}")
-    return np.frombuffer(buffer, dataset.dtype, dataset.size, offset).reshape(dataset.shape)
+    return np.frombuffer(buffer, dataset.dtype, dataset.size, dataset.id.get_offset()).reshape(dataset.shape)
 
 
 def read(path: Path) -> StoredFile:
@@ -260,7 +258,7 @@ def read(path: Path) -> StoredFile:
             description = str(file.attrs["attributes"])
             stored = StoredFile(
                 path=path,
-                arrays={name: _map(file, buffer, path, name) for name in hashes},
+                arrays={name: _map(file, buffer, name) for name in hashes},
                 hashes=hashes,
                 attributes=json.loads(description),
                 about=json.loads(file.attrs["about"]),
@@ -278,16 +276,6 @@ def read(path: Path) -> StoredFile:
             raise system from error
         reason = "truncated" if "truncated" in str(error) else f"not a readable file of this program ({error})"
         raise Damaged(f"{path}: {reason}") from error
-
-
-def mapping(array: np.ndarray) -> tuple[mmap.mmap, int] | None:
-    """The mapped file that an array of a StoredFile lies in, and at which byte; None for an array in memory."""
-    mapped: Any = array
-    while isinstance(mapped, (np.ndarray, memoryview)):
-        mapped = mapped.base if isinstance(mapped, np.ndarray) else mapped.obj
-    if not isinstance(mapped, mmap.mmap):
-        return None
-    return mapped, array.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
 
 
 def verify(stored: StoredFile, names: Iterable[str] | None = None) -> None:
@@ -312,11 +300,27 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return lines
 
 
+def read_kept(
+    path: Path, read: Callable[[Path], Stored], key: str, settings: dict[str, Any], advice: str, announce: bool = False
+) -> Stored | None:
+    """What `read` finds in a file; None if it has to be made, as it is missing or damaged, which `announce` prints.
+
+    Raises UserError, which ends in `advice`, if it was made with other settings than those: its attribute `key` has
+    them, maybe among others.
+    """
+    try:
+        stored = read(path)
+    except Damaged as error:
+        if announce and path.exists():
+            print(f"{error}; making it again", flush=True)
+        return None
+    there = {name: stored.attributes[key].get(name) for name in settings}
+    if lines := [line[:150] for line in differences(there, settings)[:5]]:
+        raise UserError(f"{path}: made with other settings ({'; '.join(lines)}); {advice}")
+    return stored
+
+
 # -------------------------------------------------------------------------------------------- sharing work on a folder
-
-
-def _claim_path(path: Path) -> Path:
-    return path.with_name(f".{path.name}.claim")
 
 
 def lock_file(path: Path) -> int:
@@ -324,15 +328,14 @@ def lock_file(path: Path) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), os.stat(path)):  # else its holder removed it while we opened it
-            return descriptor
+        if not os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            raise FileNotFoundError  # its holder removed it while we opened it
+        return descriptor
     except OSError as error:
         os.close(descriptor)
-        if not isinstance(error, (BlockingIOError, FileNotFoundError)):
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise Taken(path) from None
-    os.close(descriptor)
-    raise Taken(path)
+        if isinstance(error, (BlockingIOError, FileNotFoundError)):
+            raise Taken(path) from None
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 @contextlib.contextmanager
@@ -340,20 +343,16 @@ def claim(path: Path) -> Iterator[None]:
     """Holds the right to make `path`. Raises Taken if a live process has it.
 
     It is a lock on a file beside `path`, which ends with the process that holds it, so that what a killed process left
-    can be told from what is being made: whoever gets the claim removes it.
+    can be told from what is being made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = _claim_path(path)
+    lock = path.with_name(f".{path.name}.claim")
     descriptor = lock_file(lock)
     try:
-        for leftover in path.parent.glob(f".{path.name}.*.part{path.suffix}"):
-            leftover.unlink(missing_ok=True)
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):  # the first error is the one to tell; a lock that stays is no claim
-                lock.unlink()
+        yield
     finally:
+        with contextlib.suppress(OSError):  # the first error is the one to tell; a lock that stays is no claim
+            lock.unlink()
         os.close(descriptor)
 
 
@@ -362,11 +361,17 @@ def remove_leftovers(folder: Path) -> None:
 
     So do those that may not be removed: whoever makes these files says why.
     """
-    for leftover in folder.glob(".*"):
-        match = re.fullmatch(r"\.(.+)\.(?:claim|[0-9a-f]+\.part\.\w+)", leftover.name)
-        if match:
-            with contextlib.suppress(Taken, OSError), claim(folder / match[1]):
-                pass
+    pattern = re.compile(r"\..+\.(?:claim|[0-9a-f]+\.part\.\w+)")
+    _remove_unlocked(path for path in folder.glob(".*") if pattern.fullmatch(path.name))
+
+
+class StoppableProgress(Progress):
+    """Counts what `fill` makes, and ends it at a signal."""
+
+    def update(self, count: int = 1) -> None:
+        super().update(count)
+        if stop_requested():
+            raise Stopped("the complete files stay")
 
 
 def fill(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
-import zipfile
 from pathlib import Path
 
 import torch
@@ -23,7 +21,6 @@ def read_weights(path: Path, option: str, inside: str | None = None) -> dict[str
 
     Raises UserError for a file that is missing or no checkpoint.
     """
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if not path.is_file():
@@ -34,10 +31,9 @@ def read_weights(path: Path, option: str, inside: str | None = None) -> dict[str
         safe = path.suffix == ".safetensors"
         weights = load_file(path) if safe else torch.load(path, map_location="cpu", weights_only=True)
         weights = weights if inside is None else weights[inside]
-    except (
-        OSError, RuntimeError, ValueError, EOFError, KeyError, TypeError, pickle.UnpicklingError, zipfile.BadZipFile,
-        SafetensorError,
-    ) as error:  # fmt: skip
+    except MemoryError:
+        raise
+    except Exception as error:  # of a dozen classes
         if system := system_error(error, path):
             raise system from error
         what = "is a web page" if page else "is something else, or damaged"

@@ -321,12 +321,12 @@ def test_no_dataset(tmp_path):
 def test_missing_shards(copy, tmp_path):
     shard_file(copy, 1).unlink()
     message = error_of(copy)
-    assert "incomplete, 1 of 3 shards missing (00001.h5); finish it with: python make --data-dir" in message
-    # On Meta-World the number of shards is an outcome, so only the transitions tell.
+    assert "incomplete, 00001.h5 is missing and 2 shards are there; finish it with: python make --data-dir" in message
+    # On Meta-World the number of shards is an outcome, so only the transitions of those before tell.
     write(tmp_path, num_shards=None, success=True)
     open_train(tmp_path)
     shard_file(tmp_path, 2).unlink()
-    assert "46 of 66 transitions present" in error_of(tmp_path)
+    assert "incomplete, 00002.h5 is missing" in error_of(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["action", "clean/observation", "distractor/mask"])

@@ -338,7 +338,7 @@ except UserError as error:
     ("variable", "value", "advice"),
     [
         ("__EGL_VENDOR_LIBRARY_DIRS", "/nonexistent", "apt-get install libegl1"),
-        ("MUJOCO_GL", "disable", "MUJOCO_GL=disable: choose one of egl, osmesa, glfw"),
+        ("MUJOCO_GL", "disable", "No module named 'mujoco.disable'"),
         ("MUJOCO_EGL_DEVICE_ID", "50", "Unset MUJOCO_EGL_DEVICE_ID=50, or correct it"),
         ("MUJOCO_EGL_DEVICE_ID", "first", "Unset MUJOCO_EGL_DEVICE_ID=first"),
         ("PYOPENGL_PLATFORM", "nonsense", "Unset PYOPENGL_PLATFORM=nonsense"),

@@ -1324,7 +1324,7 @@ def test_other_files_are_noticed(tmp_path, clips):
     run(tmp_path, *words)
     write_video(tmp_path / "source/more.mp4", 5)
     with pytest.raises(
-        UserError, match=r"from other files \(files\.folder/more\.mp4: None -> \d+\)\. Use .* remove .*own to import"
+        UserError, match=r"other settings \(files\.folder/more\.mp4: None -> \d+\); use .* remove .*own to import"
     ):
         run(tmp_path, *words)
 

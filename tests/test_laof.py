@@ -253,7 +253,7 @@ def test_damaged_files(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "00001.raft.h5").write_bytes(expected["00000.raft.h5"])
     (folder / "00000.raft.h5").write_bytes(expected["00000.raft.h5"][:1000])
     attach(data)
-    assert contents(data) == expected and capsys.readouterr().out.count("; it is made again") == 2
+    assert contents(data) == expected and capsys.readouterr().out.count("; making it again") == 2
 
 
 def test_stopped_and_resumed_beside_another_process(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,8 +264,8 @@ def test_stopped_and_resumed_beside_another_process(data: Path, monkeypatch: pyt
     second.unlink()
     other_process = contextlib.ExitStack()
     other_process.enter_context(store.claim(first))
-    with monkeypatch.context() as patch, pytest.raises(Stopped, match=r"the complete files in \S+ stay"):
-        patch.setattr(raft, "stop_requested", Mock(side_effect=[False, True]))  # asked before each of two batches
+    with monkeypatch.context() as patch, pytest.raises(Stopped, match="the complete files stay"):
+        patch.setattr(store, "stop_requested", Mock(side_effect=[False, True]))  # asked after each of two batches
         attach(data)
     assert list(contents(data)) == [f".{first.name}.claim"]
 

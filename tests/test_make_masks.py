@@ -108,7 +108,7 @@ def test_mask_files_hold_what_the_tracker_gives(complete, checkpoint, capsys):
     shard = read_shard(complete / "cheetah-run/train/00001.h5")
     stored = read_derived(shard, "sam")
     assert stored.attributes == {"shard_hash": shard.content_hash, "settings": settings}
-    assert stored.about["command"] == "python make_masks.py --env cheetah-run --image-size 128 --checkpoint FILE"
+    assert stored.about["command"] == "python make_masks.py --env cheetah-run --checkpoint CHECKPOINT --image-size 128"
     episodes = np.split(shard.arrays["distractor/observation"], [5])
     masks = np.concatenate(sam.segment_episodes(predictor, episodes, settings["box"], 1))
     found = make_masks.scores(masks, shard.arrays["distractor/mask"], shard.episode_start)
@@ -199,7 +199,7 @@ def test_other_settings_are_refused_and_another_name_is_not(masked, given, check
     make(masked, checkpoint=checkpoint, box=box, name="wide", split="test", render="clean")
     stored = store.read(masked / "cheetah-run/test/00000.wide.h5")
     assert stored.attributes["settings"]["box"] == [*box] and "distractor/mask" not in stored.arrays
-    assert stored.about["command"].endswith("--name wide --image-size 128 --checkpoint FILE --box 2 3 30 31")
+    assert stored.about["command"].endswith("--name wide --checkpoint CHECKPOINT --image-size 128 --box 2 3 30 31")
     with pytest.raises(UserError, match=r"made with other settings \(method: sam2.1 -> import\)"):
         make(masked, import_dir=given, name="wide")
 
@@ -277,8 +277,9 @@ def test_imported_pngs_are_read_in_the_order_of_their_numbers(tmp_path):
 
 
 def test_an_import_has_every_episode_once(tmp_path):
-    for name in ("00000", "2", "00001.NPY"):
+    for name in ("00000", "2"):
         (tmp_path / name).mkdir()
+    (tmp_path / "00001.NPY").touch()
     assert [path.name for path in make_masks.episode_paths(tmp_path, 3)] == ["00000", "00001.NPY", "2"]
     for name, message in (("first", r"too many: \['first'\]"), ("00002", "00002 and 2 have the same number")):
         (tmp_path / name).mkdir()

@@ -67,7 +67,7 @@ PLACES = {
     ),
     "masks": (["f2.png", "f9.PNG", "f10.Png"], write_masks, masks_read),
     "episodes": (
-        ["0.NPY", "00001", "2.npy"],
+        ["0", "00001", "2"],
         write_clips,
         lambda folder: [path.name for path in make_masks.episode_paths(folder, 3)],
     ),

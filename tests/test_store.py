@@ -184,7 +184,7 @@ os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
 with store.claim(path(0)):
     store.write(path(0), {"x": np.zeros(3)}, {})
 """
-    for clean in (lambda: store.claim(tmp_path / "00000.h5").__enter__(), lambda: store.remove_leftovers(tmp_path)):
+    for clean in (lambda: write(tmp_path).unlink(), lambda: store.remove_leftovers(tmp_path)):
         assert start(code, tmp_path).wait() == -signal.SIGKILL
         assert sorted(file.suffix for file in tmp_path.iterdir()) == [".claim", ".h5"]
         clean()
