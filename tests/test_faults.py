@@ -333,10 +333,10 @@ def test_a_home_is_expanded_in_every_path(tmp_path: Path, monkeypatch: pytest.Mo
         fields = {field.name: str(field.type).replace("PathComponent", "") for field in dataclasses.fields(default)}
         for name in (name for name, kind in fields.items() if "Path" in kind or name == "backgrounds"):
             kind, several = str if name == "backgrounds" else Path, isinstance(getattr(default, name), (list, tuple))
-            typed = {word: [kind(word)] if several else kind(word) for word in ("~/x", "~nobody/x", "~/file/x")}
+            typed = {word: [kind(word)] if several else kind(word) for word in ("~/x", "~nobody-here/x", "~/file/x")}
             expanded = getattr(checked(dataclasses.replace(default, **{name: typed["~/x"]})), name)
             assert str(expanded[0] if several else expanded) == f"{tmp_path}/x"
-            for word, refused in (("~nobody/x", kind is Path), ("~/file/x", name.endswith("_dir"))):
+            for word, refused in (("~nobody-here/x", kind is Path), ("~/file/x", name.endswith("_dir"))):
                 if refused:
                     with pytest.raises(UserError, match=r"no such home|file is a file where a folder should be"):
                         checked(dataclasses.replace(default, **{name: typed[word]}))
@@ -442,11 +442,11 @@ def test_signals_to_all_processes_of_make_dataset(number: int, tmp_path: Path) -
     process = python(*words, start_new_session=True, preexec_fn=default)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
 
-    def importing() -> bool:
+    def workers_import() -> bool:
         pids = children.read_text().split()
         return any(b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids)
 
-    wait_until(importing, process)
+    wait_until(workers_import, process)
     os.killpg(process.pid, number)
     done = finish(process)
     assert done.returncode == 128 + number and "Traceback" not in done.stderr, done.stderr

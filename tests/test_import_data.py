@@ -260,7 +260,7 @@ def test_names_of_what_is_beside(tmp_path, capsys):
 
 def test_errors_of_the_system_leave_nothing_out(tmp_path, clips):
     """With --skip-bad too: they would drop an episode for good."""
-    write_actions_of_clips(tmp_path / "actions", np.zeros)
+    write_beside_clips(tmp_path / "actions", np.zeros)
     path = tmp_path / "actions/clip9.npy"
     path.unlink()
     path.symlink_to("/proc/self/mem")  # reading it is an input/output error
@@ -290,7 +290,7 @@ def write_actions(path: Path, actions: np.ndarray) -> None:
         pq.write_table(pa.table({"left": actions[:, 0], "right": actions[:, 1]}), path)
 
 
-def write_actions_of_clips(folder: Path, make: Callable[[int], np.ndarray], suffix: str = ".npy") -> None:
+def write_beside_clips(folder: Path, make: Callable[[int], np.ndarray], suffix: str = ".npy") -> None:
     """Writes beside `clips` what `make` gives for the number of frames of each."""
     for name, frames in CLIPS.items():
         write_actions(folder / f"{name}{suffix}", make(frames))
@@ -321,7 +321,7 @@ def test_actions_beside_videos(tmp_path, clips, suffix, short):
 
 @pytest.mark.parametrize("reduce", ["last", "sum", "mean"])
 def test_actions_between_two_kept_frames_become_one(tmp_path, clips, reduce):
-    write_actions_of_clips(tmp_path / "actions", lambda frames: np.arange(float(frames))[:, None] ** 2)
+    write_beside_clips(tmp_path / "actions", lambda frames: np.arange(float(frames))[:, None] ** 2)
     run(tmp_path, "videos", clips, "--fps", 10 / 3, "--reduce", reduce, "--actions", tmp_path / "actions")
     found = opened(tmp_path)["clip11.mp4", 0.0]
     rows = np.arange(9.0).reshape(3, 3) ** 2
@@ -412,7 +412,7 @@ def test_constant_and_rare_dimensions(tmp_path, clips, capsys):
     def actions(frames: int) -> np.ndarray:
         return np.stack([np.full(frames, 5.0), np.linspace(-90, 90, frames), np.zeros(frames)], axis=1)
 
-    write_actions_of_clips(tmp_path / "actions", actions)
+    write_beside_clips(tmp_path / "actions", actions)
     run(tmp_path, "videos", clips, "--actions", tmp_path / "actions")
     assert "actions: constant, stored as zero: 0, 2" in capsys.readouterr().out
     dataset = Dataset(tmp_path, "own", "train")
@@ -510,9 +510,9 @@ def test_a_bad_video_is_an_error_or_left_out(tmp_path, clips, capsys, file, cont
         words += [f"--{folder}", tmp_path / folder]
         (tmp_path / folder).mkdir()
     if folder == "masks":
-        write_actions_of_clips(tmp_path / folder, lambda frames: np.zeros((frames, 24, 32)))
+        write_beside_clips(tmp_path / folder, lambda frames: np.zeros((frames, 24, 32)))
     elif folder == "actions":
-        write_actions_of_clips(tmp_path / folder, lambda frames: np.random.default_rng(0).random((frames, 2)), ".csv")
+        write_beside_clips(tmp_path / folder, lambda frames: np.random.default_rng(0).random((frames, 2)), ".csv")
     put(tmp_path / file, content)
     with pytest.raises(UserError, match=message) as caught:
         run(tmp_path / "data", *words)

@@ -30,7 +30,7 @@ def test_where_gradients_go(train_set: Dataset) -> None:
 
 def test_the_loss_by_hand(train_set: Dataset) -> None:
     """Without augmentation, one stack after the other; the actions of the first batch are not looked at."""
-    module, args, model = build("laom_labels", augment=False)
+    module, args, model = build("laom_labels", augment=False, label_weight=0.5)
     model.target.load_state_dict({name: weight * 1.5 for name, weight in model.target.state_dict().items()})
     with contextlib.closing(lam_sampler("laom_labels", args, train_set)) as sampler:
         batch = sampler.next()._replace(action=None)
@@ -47,7 +47,7 @@ def test_the_loss_by_hand(train_set: Dataset) -> None:
     labels = (model.true_action(model.action_head(torch.cat(both, 1))) - batch.labelled.action).square().mean()
     torch.testing.assert_close(z, expected_z, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(torch.stack([*logs.values()]), torch.stack([embedding, labels]), rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(loss, embedding + 1e-3 * labels, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(loss, embedding + 0.5 * labels, rtol=1e-4, atol=1e-6)
     augment = module.Args(augment=True)  # in the loss alone, another time each time
     assert len({module.lam_loss(model, batch, augment)[0].item() for _ in range(3)} - {loss.item()}) == 3
     torch.testing.assert_close(module.encode(model, batch, augment), z, rtol=1e-4, atol=1e-5)

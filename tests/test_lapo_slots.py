@@ -219,7 +219,8 @@ def test_probing_finds_the_slot_that_knows_the_action(tmp_path: Path) -> None:
     from sklearn.decomposition import PCA
     from sklearn.linear_model import LinearRegression
 
-    data = Dataset(planted.write(tmp_path, train=7, length=30), "cheetah-run", "train")
+    lengths = (28, 34, 26, 32, 36, 24, 30)
+    data = Dataset(planted.write(tmp_path, train=7, lengths=lengths), "cheetah-run", "train")
     labelled, rng = data.labelled(150, seed=2), np.random.default_rng(0)
     values = rng.standard_normal((150, 3, 12)).astype(np.float32)
     values[:, 1] *= np.linspace(0.1, 3, 12)
@@ -234,10 +235,10 @@ def test_probing_finds_the_slot_that_knows_the_action(tmp_path: Path) -> None:
         pca = PCA(5).fit(values[~test, 1])
         probe = LinearRegression().fit(pca.transform(values[~test, 1]), actions[~test])
         errors.append((probe.predict(pca.transform(values[test, 1])) - actions[test]) ** 2)
-    by_hand = np.concatenate(errors).mean() / actions.var(0).mean()
-    assert len(np.unique(episode)) == 5 and scores[1]["nmse"] == pytest.approx(by_hand, rel=1e-4)
-    each = scores[1]["nmse_per_fold"]
-    assert len(each) == 5 and np.mean(each) == pytest.approx(by_hand, rel=1e-3)
+    variance = actions.var(0).mean()
+    assert len(errors) == 5 and scores[1]["nmse"] == pytest.approx(np.concatenate(errors).mean() / variance, rel=1e-4)
+    each = sorted(error.mean() / variance for error in errors)
+    assert sorted(scores[1]["nmse_per_fold"]) == pytest.approx(each, rel=1e-4)
     few = slots.probe_slots(torch.from_numpy(values[:40]), data, data.labelled(40, seed=2), components=32, folds=5)
     assert len(few[0]["nmse_per_fold"]) == 2  # two episodes
     with pytest.raises(UserError, match=r"one episode.*--num-labels"):
@@ -315,12 +316,12 @@ def constancy(attention: Tensor, mask: Tensor) -> float:
 
 
 def test_the_same_slot_follows_the_agent(tmp_path: Path) -> None:
-    """Moving coloured squares, five seeds: one slot has the agent in all held-out clips, over 20 frames each.
+    """Moving coloured squares, three seeds: one slot has the agent in all held-out clips, over 20 frames each.
 
     All frames start from the same slots; where each starts from them in another order, it does not.
     """
     same, shuffled = [], []
-    for seed in range(1, 6):
+    for seed in range(1, 4):
         rng = np.random.default_rng(seed)
         features, _ = squares(rng, 100, 4)
         held_out, mask = squares(rng, 32, 20)
