@@ -118,6 +118,8 @@ def test_other_images_keep_their_meaning_or_are_refused(tmp_path):
     orientation[0x0112] = 6  # the camera was turned: rotate by 90 degrees to the right
     Image.fromarray(GRAY).save(path, exif=orientation)
     assert np.array_equal(media.read_image(path), np.rot90(rgb, -1))
+    Image.fromarray(GRAY > 100).save(path, exif=orientation)
+    assert np.array_equal(media.read_mask(path), np.rot90(GRAY > 100, -1))
     Image.fromarray(rgb).convert("CMYK").save(tmp_path / "0.jpg", quality=100)
     assert abs(media.read_image(tmp_path / "0.jpg").astype(int) - rgb).max() < 8
     Image.fromarray(GRAY.astype(np.float32)).save(path, format="TIFF")
