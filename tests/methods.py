@@ -20,11 +20,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from common import runs
+from common import evaluation, runs, store
 from common.cli import cli
-from common.dataset import Dataset, LabelledSampler, Sampler
+from common.dataset import Dataset, LabelledSampler, Sampler, sequential
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[1]
 TINY = {"policy_scale": 1, "batch_size": 16, "latent_dim": 16, "num_labels": (40,)}
 # Each method's own small networks.
 OWN: dict[str, dict[str, Any]] = {
@@ -158,12 +159,27 @@ def lam_training(
     return model
 
 
+def pair_nmse(module: ModuleType, args: Any, model: nn.Module, data_dir: Path, prepare=lambda dataset: None) -> float:
+    """NMSE of the actions given a planted set's latent actions. `prepare` is called with each split before."""
+    sets = [Dataset(data_dir, "cheetah-run", split) for split in ("train", "test")]
+    fields = ("slots",) if module.__name__ == "lapo_slots" else ("frames", "masks")
+
+    def pairs(dataset: Dataset) -> evaluation.Pairs:
+        with torch.inference_mode():
+            for batch in sequential(dataset, 256, max_offset=1, device=CPU, fields=fields):
+                yield module.encode(model, batch, args), batch.action
+
+    for dataset in sets:
+        prepare(dataset)
+    return evaluation.nmse(pairs(sets[0]), pairs(sets[1]), sets[0].action_variance)["nmse"]
+
+
 def command_lines() -> dict[str, Any]:
     """The usual arguments of every script and benchmark by its module's name; of import_data, those of each kind."""
     required = {"name": "x", "folder": Path("x"), "task": "push", "run": Path("x")}
-    root, found = Path(__file__).parents[1], {}
-    for path in sorted([*root.glob("*.py"), *root.glob("benchmarks/*.py")]):
-        name = ".".join(path.relative_to(root).with_suffix("").parts)
+    found = {}
+    for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py")]):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         if "    cli(main, " in path.read_text(encoding="utf-8"):
             module = importlib.import_module(name)
             make = getattr(module, "defaults", None) or getattr(module, "default_args", None)
@@ -252,6 +268,29 @@ class ScriptProcess:
         return subprocess.CompletedProcess(self.process.name, self.process.exitcode, *texts)
 
 
+def python(*words: object, **options: Any) -> subprocess.Popen:
+    """Starts a new interpreter in the repository's folder; its output is kept."""
+    command = [sys.executable, *map(os.fsencode, map(str, words))]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, **pipes | options)
+
+
+def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
+    """Waits for what `python` started."""
+    output, errors = process.communicate(timeout=600)
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def wait_until(condition: Callable[[], object], *processes: subprocess.Popen) -> None:
+    """Waits, five minutes at most, while the processes run."""
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        for process in processes:
+            assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+
+
 def metrics(directory: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics; one that is being written is left out."""
     lines, path = [], directory / "metrics.jsonl"
@@ -259,3 +298,65 @@ def metrics(directory: Path) -> list[dict[str, Any]]:
         with contextlib.suppress(json.JSONDecodeError):
             lines.append(json.loads(line))
     return lines
+
+
+# --- files
+
+HASHES = {"train_hash": "d", "test_hash": "d", "mask_hash": "gt", "device_type": "cpu"}
+
+
+def open_run(runs_dir: Path, identity: dict[str, str] | None = None, **changes: Any) -> runs.Run:
+    """A run of lapo.py, `test`, without networks."""
+    args = importlib.import_module("lapo").Args(runs_dir=runs_dir, **changes)
+    return runs.Run(args, "lapo", "test", identity or {"train_hash": "a"})
+
+
+def write_run(
+    runs_dir: Path,
+    /,
+    script: str,
+    env: str,
+    seed: int,
+    nmse: float | None = 0.5,
+    *,
+    variant: str | None = None,
+    quick: bool = False,
+    commit: str = "a" * 40,
+    identity: dict[str, Any] | None = None,
+    metrics: dict[str, Any] | None = None,
+    decoders: dict[int, float] | None = None,
+    **changes: Any,
+) -> Path:
+    """Makes the directory of a finished run by hand, with a script's defaults and `changes`.
+
+    nmse: None for a run without a result. identity: hashes that differ from the usual. decoders: budgets and their
+    scores. metrics: instead of the usual.
+    """
+    base = importlib.import_module(script).defaults([f"--env={env}", *(["--quick"] if quick else [])])
+    args = dataclasses.replace(base, seed=seed, **changes)
+    directory = runs_dir / script / env / (variant or runs.variant_name(args, base)) / f"seed{seed}"
+    store.write_json(directory / "args.json", runs.jsonable(args) | HASHES | (identity or {}))
+    (directory / "metrics.jsonl").touch()
+    if nmse is None:
+        return directory
+    usual = {"eval/nmse": nmse, "eval/nmse_untrained": nmse + 0.125, "eval/return": 5.0}
+    usual |= {"eval/normalised_paper": 0.25, "eval/normalised_dataset": 0.125}
+    plan = {"image_size": 32, "action_dim": 6, "expert": "laom", "episode_length": 250}
+    result = {
+        "metrics": usual | (metrics or {}),
+        "commit": commit,
+        "peak_memory_gib": 2.5,
+        "seconds": {"lam": 3600.0, "policy": 1800.0, "probe": 360.0, "rollout-2000": 99.0},
+        "machine": {"cpu": "a CPU", "gpu": None},
+        "stages": {"lam": {"seconds": 3600.0, "samples_per_s": 80.0}, "policy": {}},
+        "dataset": {"train": {"plan": plan, "mean_return": 123.5, "success_rate": None, "action_variance": 0.625}},
+        "decoders": [{"num_labels": count, "normalised_paper": score} for count, score in (decoders or {}).items()],
+    }
+    store.write_json(directory / "result.json", result, with_hash=True)
+    return directory
+
+
+def contents(folder: Path, pattern: str = "*") -> dict[str, bytes]:
+    """What the files in a folder hold, hidden ones too, by their path in it."""
+    paths = [path for path in folder.rglob(pattern) if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}

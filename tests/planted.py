@@ -1,10 +1,12 @@
 """A planted data set: a square that goes where the action says, over a background that moves by itself."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from common.dataset import Dataset
 from common.distractors import DistractorConfig, clips_digest
 from common.shards import frame_schema, read_shard, shard_paths, write_shard
 from common.tasks import get_task
@@ -133,3 +135,17 @@ def write_recorded(data_dir: Path, *, actions: bool = True, masks: bool = True, 
             episodes = {"source": sources, "start_seconds": [0.5] * len(sources)}
             write_shard(data_dir / "own" / split / path.name, plan, kept, episodes)
     return data_dir
+
+
+def write_given_masks(data_dir: Path, folder: Path) -> Path:
+    """Writes a planted set's masks, the last row erased, as make_masks.py --import reads them. Returns `folder`."""
+    for split, render in itertools.product(("train", "test"), ("clean", "distractor")):
+        dataset = Dataset(data_dir, "cheetah-run", split, render)
+        masks = np.unpackbits(dataset.masks(np.arange(dataset.num_frames)), axis=1)
+        masks = masks.reshape(-1, dataset.image_size, dataset.image_size).astype(bool)
+        masks[:, -1] = False
+        place = folder / "cheetah-run" / split / render
+        place.mkdir(parents=True)
+        for episode, values in enumerate(np.split(masks, dataset.episode_start[1:-1])):
+            np.save(place / f"{episode:05d}.npy", values)
+    return folder

@@ -68,24 +68,6 @@ def test_loading(planted_dir, tmp_path):
         assert all(count == 0 for count in entry["from_disk_gb_windows"]) or entry["state"] == "cold"
 
 
-def test_timed_loop_sees_fresh_batches_then_one_repeated():
-    class Counter:
-        batch_size, count = 8, 0
-
-        def next(self) -> int:
-            self.count += 1
-            return self.count
-
-    options = throughput.Options(warmup=2, windows=3, window_seconds=0)
-    timed = throughput.TimedSampler(Counter(), options, torch.device("cpu"))
-    batches = []
-    with pytest.raises(throughput.LoopTimed):
-        while True:
-            batches.append(timed.next())
-    assert batches == [1, 2, 3, 4, 5, 6, 6, 6, 6, 6]  # a window of no length still has one update
-    assert list(timed.results) == ["included", "excluded"] and timed.batch_size == 8
-
-
 def test_throughput_takes_the_scripts_flags_and_refuses_what_it_lacks(planted_dir):
     args = arguments("--script", "masklam", "--env", "reach", "--sweep", "--no-compile")
     assert (args.batch_size, args.max_offset) == (128, 10)
@@ -110,12 +92,6 @@ def test_flops_match_a_count_by_hand():
     x, z = torch.randn(1, 24, 64, 64), torch.randn(1, 128)
     assert throughput.count_flops(lambda: idm(x), backward=False) / 2e9 == pytest.approx(0.51, abs=0.01)
     assert throughput.count_flops(lambda: fdm(x[:, :12], z), backward=False) / 2e9 == pytest.approx(4.25, abs=0.01)
-
-
-def test_peak_of_a_card_is_that_of_the_longest_name_that_fits():
-    cards = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H100 PCIe": 756.5, "NVIDIA A10G": 70.0, "NVIDIA L40S": 362.0}
-    assert {name: throughput.card_peak(name) / 1e12 for name in cards} == pytest.approx(cards)
-    assert throughput.card_peak("NVIDIA T4") is None
 
 
 def test_rendering(tmp_path):

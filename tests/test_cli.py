@@ -4,8 +4,6 @@ import dataclasses
 import importlib
 import math
 import signal
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -14,10 +12,10 @@ from typing import Any, get_args, get_type_hints
 import methods
 import pytest
 import tyro
+from methods import finish, python
 
 from common.cli import Range, UserError, check_ranges, checked, declared_range
 
-ROOT = Path(__file__).parents[1]
 COMMAND_LINES = methods.command_lines()
 
 
@@ -58,11 +56,8 @@ def test_arguments(script: str) -> None:
     ("words", "message"),
     [
         (["--env", "cheetah-rum"], "import_data.py videos DIR --name cheetah-rum"),
-        (["--env", "../x"], "--env is"),
         (["--env", "walker-run"], "make_dataset.py --env walker-run"),
         (["--mask-source", "nothing"], "no masks named 'nothing'"),
-        (["--mask-source", "../sam"], "--mask-source is '../sam'"),
-        (["--variant", ".."], "--variant is '..'"),
         (["--num-labels", "5", "1000000"], "--num-labels 1,000,000 is not possible"),
         (["--num-labels", "0"], "--num-labels is 0, must be"),
         (["--occlusion", "2"], "--occlusion is 2.0, must be from 0 to 0.75"),
@@ -86,21 +81,17 @@ def test_bad_input_is_refused_before_there_is_a_run(
 
 def test_a_command_line_as_a_user_types_it(tmp_path: Path) -> None:
     """--help, an unknown flag, an error in one line, and a reader that has had enough."""
-
-    def run(*words: str) -> subprocess.CompletedProcess:
-        return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
-
-    done = run("-W", "error::UserWarning:tyro", "masklam.py", "--help")
+    done = finish(python("-W", "error::UserWarning:tyro", "masklam.py", "--help"))
     assert done.returncode == 0 and "--mask-source" in done.stdout and "warning" not in done.stderr.lower()
     assert done.stdout.index("--mask-source") < done.stdout.index("--data-dir")  # science first, then the run
-    done = run("lapo.py", "--mask-source", "gt")
+    done = finish(python("lapo.py", "--mask-source", "gt"))
     assert done.returncode == 2 and "mask-source" in done.stderr + done.stdout
-    done = run("lapo.py", "--data-dir", str(tmp_path))
+    done = finish(python("lapo.py", "--data-dir", tmp_path))
     assert done.returncode == 1 and done.stderr.startswith("lapo.py: error: ") and len(done.stderr.splitlines()) == 1
     code = "import dataclasses, sys\nfrom common.cli import cli\nsys.argv = ['x.py']\n"
     code += "@dataclasses.dataclass\nclass Args:\n    n: int = 1\n"
     code += "cli(lambda args: [print('line' * 99, flush=True) for _ in range(9999)], Args())"
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = python("-c", code)
     process.stdout.readline()
     process.stdout.close()
-    assert process.wait() == 128 + signal.SIGPIPE and process.stderr.read() == b""
+    assert process.wait() == 128 + signal.SIGPIPE and process.stderr.read() == ""

@@ -53,8 +53,7 @@ def write_masks(data_dir: Path, name="sam", numbers=(0, 1, 2), renders=("clean",
         shard = read_shard(shard_file(data_dir, number))
         masks = rng.integers(0, 256, (shard.frames, SIZE * SIZE // 8), np.uint8)
         whole.append(masks)
-        arrays = {"clean/mask": masks, "distractor/mask": masks ^ 255}
-        arrays = {key: array for key, array in arrays.items() if key.split("/")[0] in renders}
+        arrays = {f"{render}/mask": masks ^ 255 if render == "distractor" else masks for render in renders}
         write_derived(shard, name, arrays, {"by": "hand"}, "python make_masks.py --box")
     return np.concatenate(whole)
 
@@ -91,9 +90,6 @@ def data(data_dir) -> Dataset:
 def copy(data_dir, tmp_path) -> Path:
     """The folder of a set to damage."""
     return shutil.copytree(data_dir, tmp_path / "copy")
-
-
-# ------------------------------------------------------------------------------------------------------------- content
 
 
 @pytest.mark.parametrize(("render", "success"), [("clean", False), ("distractor", True)])
@@ -174,9 +170,6 @@ def test_attached_rows_are_in_batches(data_dir):
             data.attach("slots", parts, "")
 
 
-# ------------------------------------------------------------------------------------------------ windows and samplers
-
-
 @pytest.mark.parametrize("max_offset", [0, 1, 10])
 def test_windows_against_a_naive_loop(data, max_offset):
     t = data.transitions
@@ -239,6 +232,8 @@ def test_sampler(data_dir, max_offset, on_device):
         assert sampler.position == position + 3
     sampler.close()
     assert not torch.equal(take(Sampler(data, 6, seed=6, **options), 1)[0].index, batches[0].index)
+    with pytest.raises(UserError, match="fewer than one batch of 67"):
+        Sampler(data, 67, seed=6, **options)
 
 
 def test_offsets_are_uniform_and_stay_in_the_episode(tmp_path):
@@ -287,11 +282,6 @@ def test_tensor_sampler():
     assert len(TensorSampler(tensors, 64, seed=0, episode=np.zeros(10)).next()["x"]) == 10
 
 
-def test_set_smaller_than_a_batch(data):
-    with pytest.raises(UserError, match="fewer than one batch of 67"):
-        Sampler(data, 67, max_offset=1, seed=0, device=CPU)
-
-
 @pytest.mark.parametrize("max_offset", [0, 1])
 def test_sequential(data_dir, max_offset):
     data = open_train(data_dir)
@@ -308,14 +298,6 @@ def test_sequential(data_dir, max_offset):
         data.resident(name, CPU)
     for a, b in zip(batches, sequential(data, 10, **options), strict=True):
         assert_same(a, b)
-
-
-# -------------------------------------------------------------------------------------------------------------- faults
-
-
-def test_no_dataset(tmp_path):
-    command = f"python make_dataset.py --env {ENV} --data-dir {tmp_path}"
-    assert error_of(tmp_path) == f"{tmp_path / ENV / 'train'}: no dataset here; make it with: {command}"
 
 
 def test_missing_shards(copy, tmp_path):
@@ -370,9 +352,6 @@ def test_render_that_was_not_made(tmp_path):
     assert open_train(tmp_path, render=None).render == "clean"
     message = error_of(tmp_path)
     assert "holds no distractor frames, only clean" in message and message.endswith("--render both")
-
-
-# --------------------------------------------------------------------------------------------------------------- masks
 
 
 def test_other_mask_source(copy):

@@ -18,6 +18,7 @@ import imageio.v3 as iio
 import mujoco
 import numpy as np
 import pytest
+from methods import ROOT, finish, python
 
 from common.distractors import DistractorConfig
 from common.envs import make_env
@@ -27,7 +28,6 @@ from common.tasks import TASKS
 DCS = [name for name, task in TASKS.items() if task.suite == "dcs"]
 DMW = [name for name, task in TASKS.items() if task.suite == "dmw"]
 SYNTHETIC = DistractorConfig(backgrounds="synthetic", num_videos=1)
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -99,9 +99,6 @@ def test_same_seed_same_pixels_and_the_mask_is_the_agent(name, fast):
         mask = expected[-1][f"{render}/mask"]
         assert mask[changed].all() and not invisible[f"{render}/mask"].any()
         assert changed[mask].mean() > 0.97  # behind a pixel of the agent, or in a crack of its mesh, may be its colour
-
-
-# --- physics ---
 
 
 @pytest.mark.parametrize("name", DCS)
@@ -179,15 +176,11 @@ def test_episodes_end_by_truncation(name, limit):
 def test_episodes_of_meta_world_end_on_success():
     expert, env = load_expert("reach", "scripted"), make_env("reach", renders=())
     observation, _ = env.reset(seed=1)
-    for _ in range(100):
+    terminated, steps = False, 0
+    while not terminated:
         observation, _, terminated, truncated, info = env.step(expert.act(observation["state"]))
-        assert terminated == info["success"] and not truncated
-        if terminated:
-            return
-    raise AssertionError("no success")
-
-
-# --- what distracts ---
+        steps += 1
+        assert terminated == info["success"] and not truncated and steps < 100
 
 
 def test_switching_one_distractor_off_leaves_the_others(fast):
@@ -245,9 +238,6 @@ def test_background_is_the_clip_upright_and_not_mirrored(tmp_path, fast):
             assert frame[2, 2].argmax() == 0 and frame[2, 61].argmax() == 1
         left, right = frame[row, 2], frame[row, 61]  # a see-through floor may lie over them
         assert left[2] > left[0] + 30 and right[0] > left[0] + 30 and right[1] > left[1] + 30
-
-
-# --- pictures and masks ---
 
 
 @pytest.mark.parametrize("name", DCS)
@@ -313,12 +303,8 @@ def test_first_frame_shows_the_objects_where_they_are(fast):
     assert (first[0] != first[1]).any(2).sum() > 50  # the window stands elsewhere
 
 
-# --- processes and OpenGL ---
-
-
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
-    variables = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=variables)
+    return finish(python("-c", code, env={**os.environ, "MUJOCO_GL": "egl", "PYTHONPATH": ".", **environment}))
 
 
 BROKEN_GL = """
@@ -345,7 +331,7 @@ except UserError as error:
     ],
 )
 def test_without_opengl_physics_runs_and_rendering_says_what_helps(variable, value, advice):
-    result = run_python(BROKEN_GL, **{"MUJOCO_GL": "egl", variable: value})
+    result = run_python(BROKEN_GL, **{variable: value})
     assert result.returncode == 0 and not result.stderr
     (line,) = result.stdout.splitlines()
     assert advice in line
@@ -359,8 +345,8 @@ def test_a_broken_library_of_opengl_is_one_line(tmp_path):
     if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True).returncode:
         pytest.skip("needs libEGL and the right to mount over it")
     command = ["unshare", "-m", "sh", "-c", f'{mount} && exec "$0" "$@"', sys.executable, "-c", BROKEN_GL]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "MUJOCO_GL": "egl"}
-    result = subprocess.run(command, capture_output=True, text=True, env=variables)
+    variables = {**os.environ, "PYTHONPATH": ".", "MUJOCO_GL": "egl"}
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=variables)
     (line,) = result.stdout.splitlines()
     assert "OpenGL cannot start" in line and "apt-get install libegl1" in line and not result.stderr
 

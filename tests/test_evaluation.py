@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
+import methods
 import numpy as np
 import planted
 import pytest
@@ -95,7 +96,7 @@ def test_scores_are_compared_over_as_many_steps(train_set: Dataset, tmp_path: Pa
 
 
 def test_the_evaluation_is_tried_before_training(planted_dir: Path, tmp_path: Path) -> None:
-    """It has the distractors of the test split; other clips are refused."""
+    """It has the distractors of the test split; other clips are refused, of which a finished run needs none."""
     dataset, args = Dataset(planted_dir, "cheetah-run", "test"), lapo.Args
     config = evaluation.held_out_distractors(dataset, args(), Path())
     assert (config.backgrounds, config.num_videos, config.camera_scale) == ("synthetic", 1, 0.1)
@@ -106,9 +107,11 @@ def test_the_evaluation_is_tried_before_training(planted_dir: Path, tmp_path: Pa
     with pytest.raises(UserError, match=r"the clips in \S+ are not those that made .* --clips-dir"):
         evaluation.held_out_distractors(dataset, args(), Path())
     distractors["backgrounds"] = "folder"
-    with pytest.raises(UserError, match="folder of clips"):
+    with pytest.raises(UserError, match=r"folder of clips.* --clips-dir"):
         evaluation.held_out_distractors(dataset, args(), Path())
     assert evaluation.held_out_distractors(dataset, args(stages="lam"), Path()) == DistractorConfig()  # no rollouts
+    finished = methods.write_run(tmp_path, "lapo", "cheetah-run", 1, decoders={128_000: 0.5})
+    assert evaluation.held_out_distractors(dataset, args(), finished).num_videos is None
 
 
 def test_tables_control_and_result_of_stage_1(train_set: Dataset, tmp_path: Path, monkeypatch: Any) -> None:

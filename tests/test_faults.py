@@ -4,13 +4,11 @@ import contextlib
 import dataclasses
 import errno
 import functools
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -21,7 +19,7 @@ import numpy as np
 import planted
 import pytest
 import torch
-from methods import ScriptProcess
+from methods import ScriptProcess, finish, python, wait_until
 
 import lapo
 import make_dataset
@@ -29,14 +27,12 @@ import make_figures
 import make_masks
 import masklam
 import reproduce
-from common import evaluation, report, runs, store
-from common.cli import PathComponent, UserError, checked, declared_range, stop_requested
+from common import report, runs, store
+from common.cli import PathComponent, UserError, checked, declared_range
 from common.dataset import Dataset
-from common.experts import LAOM_FILES, load_expert
 from common.shards import read_derived, read_shard, write_derived
 from common.weights import read_weights
 
-ROOT = Path(__file__).parents[1]
 PAGE = b"<!DOCTYPE html>\n<html><body>404: Not Found</body></html>\n"
 LAM = methods.TINY | {"idm_scale": 1, "fdm_scale": 1, "stages": "lam", "lam_updates": 2, "device": "cpu"}
 WHOLE = LAM | {"stages": "all", "policy_updates": 1, "decoder_updates": 1, "eval_steps": 3, "eval_episodes": 1}
@@ -57,16 +53,6 @@ def run(script: str, output: Path, prepare: Callable[[], object] | None = None, 
     return ScriptProcess(script, methods.words(values), output, prepare=prepare).wait()
 
 
-def python(*words: object, **options: Any) -> subprocess.CompletedProcess:
-    """Runs a script in a new interpreter."""
-    command = [sys.executable, *map(os.fsencode, map(str, words))]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **options)
-
-
-def snapshot(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 @pytest.fixture
 def data(planted_dir: Path, tmp_path: Path) -> Path:
     return shutil.copytree(planted_dir, tmp_path / "data")
@@ -74,14 +60,7 @@ def data(planted_dir: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def given(data: Path, tmp_path: Path) -> Path:
-    """The data's own masks of the test split, as make_masks.py --import reads them."""
-    dataset = Dataset(data, "cheetah-run", "test")
-    masks = make_masks.unpack(dataset.masks(np.arange(dataset.num_frames)), dataset.image_size)
-    folder = tmp_path / "given/cheetah-run/test/distractor"
-    folder.mkdir(parents=True)
-    for episode, values in enumerate(np.split(masks, dataset.episode_start[1:-1])):
-        np.save(folder / f"{episode:05d}.npy", values)
-    return tmp_path / "given"
+    return planted.write_given_masks(data, tmp_path / "given")
 
 
 def importing(data: Path, given: Path) -> dict[str, Any]:
@@ -117,14 +96,14 @@ def test_a_folder_that_may_not_be_written(script: str, data: Path, given: Path, 
     for folder in folders:
         folder.chmod(0o555)
     try:
-        before = snapshot(data)
+        before = methods.contents(data)
         done = run(script, tmp_path / "output", faults.unprivileged, **arguments)
     finally:
         for folder in folders:
             folder.chmod(0o755)
     where = data / "cheetah-run" if script in ("laof", "make_masks") else closed
     assert ".part" not in one_line(done, where, "Permission denied", "choose another folder")
-    assert snapshot(data) == before and not list(closed.iterdir())
+    assert methods.contents(data) == before and not list(closed.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -137,8 +116,7 @@ def test_a_folder_that_may_not_be_written(script: str, data: Path, given: Path, 
 )
 def test_make_dataset_where_it_cannot_write(fault: Callable[[], None], advice: tuple[str, ...], tmp_path: Path) -> None:
     tmp_path.chmod(0o555 if fault is faults.unprivileged else 0o755)
-    words = [*DATASET.split(), tmp_path / "made"]
-    done = python("make_dataset.py", *words, preexec_fn=fault)
+    done = finish(python("make_dataset.py", *DATASET.split(), tmp_path / "made", preexec_fn=fault))
     tmp_path.chmod(0o755)
     one_line(done, *advice)
     assert not list(tmp_path.rglob("*.h5"))
@@ -184,29 +162,9 @@ def test_cleaning_up_does_not_hide_the_first_error(tmp_path: Path) -> None:
 # --- what cannot be read is not damaged
 
 
-def opened(runs_dir: Path, **changes: Any) -> runs.Run:
-    return runs.Run(lapo.Args(runs_dir=runs_dir, **changes), "lapo", "test", {"train_hash": "a"})
-
-
 def written_run(runs_dir: Path, seed: int = 1) -> Path:
-    """A finished run without networks."""
-    args = lapo.Args(seed=seed)
-    folder = runs_dir / f"lapo/cheetah-run/default/seed{seed}"
-    identity = {"train_hash": "d", "test_hash": "d"}
-    store.write_json(folder / "args.json", runs.jsonable(args) | identity)
-    plan = {"image_size": 32, "action_dim": 6, "expert": "student", "episode_length": 20}
-    result = {
-        "metrics": {"eval/nmse": 0.5, "eval/nmse_untrained": 0.75},
-        "seconds": {"lam": 9.0},
-        "stages": {"lam": {"samples_per_s": 80.0}, "policy": {}},
-        "peak_memory_gib": 1.0,
-        "machine": {"cpu": "a CPU", "gpu": None},
-        "commit": None,
-        "dataset": {"train": {"plan": plan, "mean_return": 1.0, "success_rate": None, "action_variance": 0.5}},
-        "decoders": [{"num_labels": 128_000, "normalised_paper": 0.5}],
-    }
-    store.write_json(folder / "result.json", result, with_hash=True)
-    return folder
+    """The directory of a finished run without networks."""
+    return methods.write_run(runs_dir, "lapo", "cheetah-run", seed, decoders={128_000: 0.5})
 
 
 def readers(data: Path, tmp_path: Path) -> dict[str, tuple[Path, Callable[[], object]]]:
@@ -215,7 +173,7 @@ def readers(data: Path, tmp_path: Path) -> dict[str, tuple[Path, Callable[[], ob
     mask, flow = (write_derived(shard, name, {"x": np.zeros(3)}, {"method": "import"}) for name in ("mine", "raft"))
     plan = make_dataset.Split(data / "cheetah-run/test", shard.plan)
     job = make_masks.Job(Dataset(data, "cheetah-run", "test"), ("distractor",), None, "mine", {"method": "import"})
-    first = opened(tmp_path / "runs")
+    first = methods.open_run(tmp_path / "runs")
     checkpoint = first.save("lam", 3, {"x": torch.zeros(9)})
     first.finish("policy", 1, {"cost": {}})
     first.once("latents", lambda: torch.zeros(2))
@@ -229,7 +187,7 @@ def readers(data: Path, tmp_path: Path) -> dict[str, tuple[Path, Callable[[], ob
         "newest checkpoint": (checkpoint, lambda: first.restore("lam")),
         "stage": (first.dir / "policy.pt", lambda: first.finished("policy")),
         "table": (first.dir / "tables/latents.pt", lambda: first.once("latents", lambda: pytest.fail("made again"))),
-        "arguments": (first.dir / "args.json", lambda: opened(tmp_path / "runs")),
+        "arguments": (first.dir / "args.json", lambda: methods.open_run(tmp_path / "runs")),
         "result": (finished / "result.json", lambda: runs.is_finished(finished, lapo.Args())),
     }
 
@@ -246,11 +204,11 @@ def test_what_cannot_be_opened_is_not_damaged(kind: str, fault: Any, number: int
     for stage in ("policy", "latents"):  # so that only the checkpoint is in question
         if kind == "newest checkpoint":
             next((tmp_path / "runs/lapo/cheetah-run/test/seed1").rglob(f"{stage}.pt")).unlink()
-    before = snapshot(data) | snapshot(tmp_path)
+    before = methods.contents(data) | methods.contents(tmp_path)
     with pytest.raises(OSError) as caught, fault(path):
         read()
     assert caught.value.errno == number and (number == errno.EMFILE or caught.value.filename == str(path))
-    assert snapshot(data) | snapshot(tmp_path) == before
+    assert methods.contents(data) | methods.contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("kind", ["shard", "masks", "flow", "checkpoint"])
@@ -288,33 +246,20 @@ def test_a_bad_file_of_a_run_is_named_and_loses_no_other_run(name: str, content:
     else:
         path.write_bytes(CONTENTS[content])
         path.chmod(0 if content == "no permission" else 0o644)
+    args = lapo.Args(runs_dir=tmp_path, seed=2)
     with faults.like_other_users():
         found, problems = report.find_runs(tmp_path)
-        assert [one.seed for one in found] == [1] and len(problems) == 1 and str(path) in problems[0]
-        assert "\n" not in problems[0] and ("remove the run" in problems[0]) == (
-            content not in ("no permission", "a folder")
-        )
-        args = make_figures.Args(tmp_path, tmp_path / "out")
-        (table, *_) = make_figures.score_tables(make_figures.Context(args, found))
-        assert any("0.5000" in entry.text for row in table.rows for entry in row)
-        args = lapo.Args(runs_dir=tmp_path, seed=2)
-        if name == "result.json":
-            assert not reproduce.is_finished(path.parent, args)
-            with pytest.raises((UserError, OSError)) as caught:
+        with pytest.raises((UserError, OSError), match=str(path.parent)):
+            if name == "result.json":
+                assert not reproduce.is_finished(path.parent, args)
                 runs.is_finished(path.parent, args)
-        else:
-            with pytest.raises((UserError, OSError)) as caught:
+            else:
                 runs.Run(args, "lapo", "default", {})
-    assert str(path) in str(caught.value) or str(path.parent) in str(caught.value)
-
-
-@pytest.mark.parametrize("content", [b"", b"[]", b"null", b'"x"', b"\xff"])
-def test_a_bad_number_is_damaged(content: bytes, tmp_path: Path) -> None:
-    """As that of a control, which is then computed again."""
-    path = tmp_path / "control.json"
-    path.write_bytes(content)
-    with pytest.raises(store.Damaged, match=f"{path} is damaged"):
-        store.read_json(path, float)
+    assert [one.seed for one in found] == [1] and len(problems) == 1 and str(path) in problems[0]
+    assert "\n" not in problems[0]
+    assert ("remove the run" in problems[0]) == (content not in ("no permission", "a folder"))
+    (table, *_) = make_figures.score_tables(make_figures.Context(make_figures.Args(tmp_path, tmp_path / "out"), found))
+    assert any("0.5000" in entry.text for row in table.rows for entry in row)
 
 
 def test_a_changed_byte_of_a_result_is_found(tmp_path: Path) -> None:
@@ -325,10 +270,14 @@ def test_a_changed_byte_of_a_result_is_found(tmp_path: Path) -> None:
         path.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :])
         with contextlib.suppress(store.Damaged):
             assert store.read_json(path).items() >= values.items(), position
-    path.write_bytes(good.replace(b"0.75", b"0.25"))
-    with pytest.raises(UserError, match=r"result.json is damaged; remove it and rerun"):
+    path.write_bytes(good.replace(b"0.625", b"0.125", 1))
+    with pytest.raises(UserError, match=r"result\.json is damaged; remove it and rerun"):
         runs.is_finished(path.parent, args)
     assert "was it edited?" in report.find_runs(tmp_path)[1][0]
+    for content in (b"", b"[]", b"null", b'"x"', b"\xff"):  # a control's number, which is then computed again
+        path.write_bytes(content)
+        with pytest.raises(store.Damaged, match=f"{path} is damaged"):
+            store.read_json(path, float)
 
 
 @pytest.mark.parametrize("content", [PAGE, b"", None])
@@ -358,48 +307,41 @@ def test_something_else_as_a_file_of_weights(name: str, content: bytes, message:
         assert "expected is a file of weights (.pt, .pth or .safetensors)" in text and "\n" not in text
 
 
-@pytest.mark.parametrize("env", ["cheetah-run", "humanoid-walk"])
-@pytest.mark.parametrize("kind", ["student", "laom"])
-def test_a_web_page_as_an_expert(env: str, kind: Any, tmp_path: Path) -> None:
-    path = tmp_path / (f"{env}.safetensors" if kind == "student" else LAOM_FILES[env])
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(PAGE)
-    with pytest.raises(UserError, match=f"{path} ") as caught:
-        load_expert(env, kind, tmp_path)
-    assert "\n" not in str(caught.value)
+def test_a_file_that_holds_no_weights_or_is_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    with pytest.raises(UserError, match=rf"--checkpoint {path}: no such file"):
+        read_weights(path, "--checkpoint")
+    for content in ([1, 2], {"a": 1}):
+        torch.save(content, path)
+        with pytest.raises(UserError, match=rf"--checkpoint {path}: holds no plain dictionary of weights"):
+            read_weights(path, "--checkpoint")
+    torch.save({"model": {"a": torch.zeros(100_000)}}, path)
+    path.write_bytes(path.read_bytes()[:200_000])
+    with pytest.raises(UserError, match="expected is a file of weights"):
+        read_weights(path, "--checkpoint", "model")
 
 
 # --- what a user types
 
 
-def fields_of_paths() -> list[tuple[str, Any]]:
-    """Every field of every script that may be a path, and the script's usual arguments."""
-    places = []
-    for default in methods.command_lines().values():
-        for field in dataclasses.fields(default):
-            if "Path" in str(field.type).replace("PathComponent", "") or field.name == "backgrounds":
-                places.append((field.name, default))
-    return places
-
-
 def test_a_home_is_expanded_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["script.py"])
-    places = fields_of_paths()
-    assert len(places) > 30 and {name for name, _ in places} >= {"backgrounds", "compare", "checkpoint", "out"}
     (tmp_path / "file").touch()
-    for name, default in places:
-        old = getattr(default, name)
-        kind = str if name == "backgrounds" else Path
-        for word in ("~/x", "~nobody-here/x", "~/file/x"):
-            value = [kind(word)] if isinstance(old, (list, tuple)) else kind(word)
-            args = dataclasses.replace(default, **{name: value})
-            if (word == "~nobody-here/x" and kind is Path) or (word == "~/file/x" and name.endswith("_dir")):
-                with pytest.raises(UserError, match=r"no such home|file is a file where a folder should be"):
-                    checked(args)
-            elif word == "~/x":
-                expanded = getattr(checked(args), name)
-                assert str(expanded[0] if isinstance(value, list) else expanded) == f"{tmp_path}/x"
+    seen = set()
+    for default in methods.command_lines().values():
+        fields = {field.name: str(field.type).replace("PathComponent", "") for field in dataclasses.fields(default)}
+        for name in (name for name, kind in fields.items() if "Path" in kind or name == "backgrounds"):
+            kind, several = str if name == "backgrounds" else Path, isinstance(getattr(default, name), (list, tuple))
+            typed = {word: [kind(word)] if several else kind(word) for word in ("~/x", "~nobody-here/x", "~/file/x")}
+            expanded = getattr(checked(dataclasses.replace(default, **{name: typed["~/x"]})), name)
+            assert str(expanded[0] if several else expanded) == f"{tmp_path}/x"
+            for word, refused in (("~nobody-here/x", kind is Path), ("~/file/x", name.endswith("_dir"))):
+                if refused:
+                    with pytest.raises(UserError, match=r"no such home|file is a file where a folder should be"):
+                        checked(dataclasses.replace(default, **{name: typed[word]}))
+            seen.add(name)
+    assert seen >= {"backgrounds", "compare", "checkpoint", "out", "data_dir", "runs_dir"}
 
 
 BAD_NAMES = ["a/b", "../x", "..", ".", "a" * 201, "ä" * 101, "a\tb", "a\nb", "a\x7fb", "\udcff"]
@@ -429,77 +371,32 @@ def test_the_longest_names_fit(data: Path) -> None:
     assert len(runs.variant_name(args, masklam.Args()).encode()) <= 180
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ({"set": ["lam-lr=nan"]}, "--lam-lr is nan"),
-        ({"set": ["batch-size=0"]}, "--batch-size is 0"),
-        ({"methods": ["MaskLAM@GT"], "set": ["mask-source=../x"]}, "--mask-source is '../x'"),
-        ({"methods": ["../x"]}, "no such row or method script"),
-        ({"env": ["../x"]}, "../x"),
-    ],
-)
-def test_reproduce_refuses_what_its_scripts_would(words: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        reproduce.plan(reproduce.Args(**{"env": ["cheetah-run"], "seeds": 1} | words))
-    assert message in str(caught.value)
-    options = {"env": ["cheetah-run"], "seeds": 1, "methods": ["LAPO"], "data_set": ["backgrounds=a=b", "quick"]}
-    assert "--clips-dir=a=b" in reproduce.plan(reproduce.Args(**options))[0].argv
-
-
-@pytest.mark.parametrize(
-    ("script", "flag"),
-    [
-        ("make_dataset", "--backgrounds"),
-        ("make_figures", "--out"),
-    ],
-)
-def test_names_that_are_not_utf8_and_a_poor_locale(script: str, flag: str, tmp_path: Path) -> None:
+def test_names_that_are_not_utf8_and_a_poor_locale(tmp_path: Path) -> None:
     """The locale C, without Python's own remedies: ± on the output is no reason to stop, bad names are refused."""
     environment = os.environ | {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = python(f"{script}.py", flag, f"{tmp_path}/\udcff", env=environment)
-    one_line(done, "\\udcff", "is not in UTF-8")
-    assert not list(tmp_path.iterdir())
-    if script == "make_figures":
-        seeds = [written_run(tmp_path / "ü", seed) for seed in (1, 2)]
-        link = tmp_path / "plain"
-        link.symlink_to(tmp_path / "ü")
-        folders = [link / seed.relative_to(tmp_path / "ü") for seed in seeds]
-        done = python("make_figures.py", "--compare", *folders, env=environment)
-        assert done.returncode == 0 and r"0.5000 \xb1 0.0000" in done.stdout, done.stderr
+    for script, flag in (("make_dataset", "--backgrounds"), ("make_figures", "--out")):
+        done = finish(python(f"{script}.py", flag, f"{tmp_path}/\udcff", env=environment))
+        one_line(done, "\\udcff", "is not in UTF-8")
+        assert not list(tmp_path.iterdir())
+    seeds = [written_run(tmp_path / "ü", seed) for seed in (1, 2)]
+    link = tmp_path / "plain"
+    link.symlink_to(tmp_path / "ü")
+    folders = [link / seed.relative_to(tmp_path / "ü") for seed in seeds]
+    done = finish(python("make_figures.py", "--compare", *folders, env=environment))
+    assert done.returncode == 0 and r"0.5000 \xb1 0.0000" in done.stdout, done.stderr
 
 
 # --- what a run needs at its end is tried before its start
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [("MUJOCO_EGL_DEVICE_ID", "50"), ("PYOPENGL_PLATFORM", "nonsense"), ("MUJOCO_GL", "nonsense")],
-)
-def test_opengl_is_tried_before_the_first_stage(variable: str, value: str, planted_dir: Path, tmp_path: Path) -> None:
-    prepare = functools.partial(faults.environment, **{variable: value})
-    folders = {"data_dir": planted_dir, "runs_dir": tmp_path / "runs"}
-    done = run("masklam", tmp_path / "output", prepare, **WHOLE, **folders)
-    one_line(done, f"{variable}={value}")
+def test_opengl_is_tried_before_the_first_stage(planted_dir: Path, tmp_path: Path) -> None:
+    prepare = functools.partial(faults.environment, MUJOCO_EGL_DEVICE_ID="50")
+    done = run("masklam", tmp_path / "output", prepare, **WHOLE, data_dir=planted_dir, runs_dir=tmp_path / "runs")
+    one_line(done, "MUJOCO_EGL_DEVICE_ID=50")
     assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "runs").exists()
 
 
-def test_a_finished_run_needs_nothing_any_more(planted_dir: Path, tmp_path: Path) -> None:
-    """Neither OpenGL nor, as the data was made with a folder of clips, these."""
-    args = lapo.Args(runs_dir=tmp_path)
-    written_run(tmp_path)
-    directory = runs.directory(args, "lapo", lapo.defaults)
-    test_set = Dataset(planted_dir, "cheetah-run", "test")
-    test_set.plan["distractors"]["backgrounds"] = "folder"
-    assert evaluation.held_out_distractors(test_set, args, directory).num_videos is None
-    (directory / "result.json").unlink()
-    with pytest.raises(UserError, match="--clips-dir"):
-        evaluation.held_out_distractors(test_set, args, directory)
-
-
-@pytest.mark.parametrize(
-    "environment", [{}, {"WANDB_API_KEY": "short"}, {"WANDB_MODE": "nonsense"}], ids=["no login", "key", "mode"]
-)
+@pytest.mark.parametrize("environment", [{}, {"WANDB_API_KEY": "short"}, {"WANDB_MODE": "nonsense"}])
 def test_track_without_a_login_is_one_line(environment: dict[str, str], planted_dir: Path, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     login = {"HOME": str(tmp_path), "WANDB_API_KEY": "", "WANDB_MODE": "online"}
@@ -527,54 +424,31 @@ def test_masks_that_are_empty(data: Path, capsys: pytest.CaptureFixture) -> None
 # --- signals
 
 
-@pytest.mark.parametrize("number", methods.STOPS)
-@pytest.mark.usefixtures("signals")
-def test_each_signal_asks_for_the_end(number: int) -> None:
-    assert not stop_requested()
-    signal.raise_signal(number)
-    assert stop_requested()
-
-
-def test_signals_end_a_training_and_masks_with_saving(data: Path, given: Path, tmp_path: Path) -> None:
-    arguments = LAM | {"lam_updates": 100_000, "data_dir": data, "runs_dir": tmp_path / "runs", "log_every": 1}
-    process = ScriptProcess("masklam", methods.words(arguments), tmp_path / "a")
-    process.until(lambda: any((tmp_path / "runs").rglob("metrics.jsonl")) and b"loss" in log_of(tmp_path / "runs"))
-    process.signal(signal.SIGUSR1)
-    done = process.wait()
-    assert done.returncode == 128 + signal.SIGUSR1 and "rerun the same command to resume" in done.stderr
-    assert len(list((tmp_path / "runs").rglob("lam-*.pt"))) == 1
-    with store.claim(data / "cheetah-run/test/00000.mine.h5"):  # so that it waits
-        process = ScriptProcess("make_masks", methods.words(importing(data, given)), tmp_path / "b")
-        process.until(
-            lambda: "waiting" in (tmp_path / "b/stdout").read_text() if (tmp_path / "b/stdout").exists() else 0
-        )
+def test_a_signal_ends_the_wait_for_another_process(data: Path, given: Path, tmp_path: Path) -> None:
+    output = tmp_path / "output/stdout"
+    with store.claim(data / "cheetah-run/test/00000.mine.h5"):
+        process = ScriptProcess("make_masks", methods.words(importing(data, given)), tmp_path / "output")
+        process.until(lambda: output.exists() and "waiting" in output.read_text())
         process.signal(signal.SIGUSR2)
         done = process.wait()
     assert done.returncode == 128 + signal.SIGUSR2 and "rerun the same command to resume" in done.stderr
 
 
-def log_of(runs_dir: Path) -> bytes:
-    return next(runs_dir.rglob("metrics.jsonl")).read_bytes()
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_signals_to_all_processes_of_make_dataset(number: int, tmp_path: Path) -> None:
     """While its workers import: they say nothing, and it ends as after any stop."""
-    command = [sys.executable, "make_dataset.py", *DATASET.split(), str(tmp_path / "made"), "--workers", "2"]
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=functools.partial(signal.signal, number, signal.SIG_DFL),
-    )
+    words = ("make_dataset.py", *DATASET.split(), tmp_path / "made", "--workers", "2")
+    default = functools.partial(signal.signal, number, signal.SIG_DFL)
+    process = python(*words, start_new_session=True, preexec_fn=default)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    while not any(b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children.read_text().split()):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.005)
+
+    def workers_import() -> bool:
+        pids = children.read_text().split()
+        return any(b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids)
+
+    wait_until(workers_import, process)
     os.killpg(process.pid, number)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 128 + number and "Traceback" not in errors, errors
-    assert "rerun the same command to resume" in errors
-    assert json.dumps([str(path) for path in tmp_path.rglob(".*") if path.is_file()]) == "[]"
+    done = finish(process)
+    assert done.returncode == 128 + number and "Traceback" not in done.stderr, done.stderr
+    assert "rerun the same command to resume" in done.stderr
+    assert not [path for path in tmp_path.rglob(".*") if path.is_file()]

@@ -1,10 +1,7 @@
 """Tables and figures from run directories made by hand: numbers, marks for what is wrong, Eigen-CAM, the page."""
 
 import dataclasses
-import importlib
-import json
 import statistics
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +9,12 @@ import methods
 import numpy as np
 import pytest
 import torch
+from methods import write_run
 from torch import nn
 
 import make_figures
 import reproduce
-from common import pictures, report, runs
+from common import pictures, report
 from common.cli import UserError
 from common.dataset import Dataset
 from common.report import Entry, Item, Stat, average, find_runs, iqm_interval, page, stat
@@ -27,50 +25,6 @@ A, B = "a" * 40, "b" * 40
 @pytest.fixture(autouse=True)
 def few_resamples(monkeypatch) -> None:
     monkeypatch.setattr(make_figures, "BOOTSTRAP", 200)
-
-
-def write_run(
-    folder: Path,
-    script: str,
-    env: str,
-    seed: int,
-    nmse: float | None = 0.5,
-    *,
-    variant: str | None = None,
-    quick: bool = False,
-    commit: str = A,
-    identity: dict[str, Any] | None = None,
-    metrics: dict[str, Any] | None = None,
-    decoders: dict[int, float] | None = None,
-    **changes: Any,
-) -> Path:
-    """A run directory with a script's defaults and `changes`; without a result if `nmse` is None.
-
-    identity: hashes that differ from the usual. decoders: budgets and their scores. metrics: instead of the usual.
-    """
-    module = importlib.import_module(script)
-    base = module.defaults([f"--env={env}", *(["--quick"] if quick else [])])
-    args = dataclasses.replace(base, seed=seed, **changes)
-    directory = folder / script / env / (variant or runs.variant_name(args, base)) / f"seed{seed}"
-    directory.mkdir(parents=True)
-    hashes = {"train_hash": "d", "test_hash": "d", "mask_hash": "gt", "device_type": "cpu"} | (identity or {})
-    (directory / "args.json").write_text(json.dumps(runs.jsonable(args) | hashes))
-    (directory / "metrics.jsonl").touch()
-    if nmse is not None:
-        usual = {"eval/nmse": nmse, "eval/nmse_untrained": nmse + 0.125, "eval/return": 5.0}
-        usual |= {"eval/normalised_paper": 0.25, "eval/normalised_dataset": 0.125}
-        result = {"metrics": usual | (metrics or {}), "commit": commit, "peak_memory_gib": 2.5}
-        result |= {
-            "seconds": {"lam": 3600.0, "policy": 1800.0, "probe": 360.0, "rollout-2000": 99.0},
-            "machine": {"cpu": "a CPU", "gpu": None},
-        }
-        result |= {"stages": {"lam": {"seconds": 3600.0, "samples_per_s": 80.0}}}
-        plan = {"image_size": 32, "action_dim": 6, "expert": "laom", "episode_length": 250}
-        data = {"plan": plan, "mean_return": 123.5, "success_rate": None, "action_variance": 0.625}
-        result["dataset"] = {"train": data}
-        result["decoders"] = [{"num_labels": n, "normalised_paper": x} for n, x in (decoders or {}).items()]
-        (directory / "result.json").write_text(json.dumps(result))
-    return directory
 
 
 def context(folder: Path, seeds: int = 3, quick: bool = False) -> make_figures.Context:
@@ -95,9 +49,6 @@ def tables(folder: Path, seeds: int = 3, quick: bool = False) -> dict[str, Item]
 
 def column(item: Item, name: str) -> int:
     return item.head.index(name) - 1
-
-
-# --- numbers
 
 
 def test_tables_have_the_numbers_computed_by_hand(tmp_path: Path) -> None:
@@ -171,9 +122,6 @@ def test_both_suites_count_alike(tmp_path: Path) -> None:
     assert not both[1].notes and lines["LAPO"][column(table, "both NMSE clean")].text == "-"
 
 
-# --- which runs, and what is wrong with them
-
-
 def entry(folder: Path, seeds: int = 3) -> Entry:
     return rows(tables(folder, seeds)["nmse_dcs_distractor"])["MaskLAM@GT"][0]
 
@@ -186,19 +134,13 @@ def test_too_few_seeds_and_unfinished_runs_are_marked(tmp_path: Path) -> None:
 
 
 def test_a_damaged_file_is_named_and_loses_no_figure(tmp_path: Path, capsys) -> None:
-    """Torn, of another shape, without a number that tables need: each is said, and the others are drawn."""
     write_run(tmp_path, "lapo", "cheetah-run", 1, 0.25)
-    damages = ['{"metrics": ', "[1]", '{"metrics": {"eval/nmse": "x"}, "seconds": {}}', "\udcff"]
-    for seed, damage in enumerate(damages, 1):
-        directory = write_run(tmp_path, "masklam", "cheetah-run", seed)
-        (directory / "result.json").write_text(damage, errors="surrogateescape")
-    (write_run(tmp_path, "laof", "cheetah-run", 1) / "args.json").write_text("null")
+    (write_run(tmp_path, "masklam", "cheetah-run", 1) / "result.json").write_text('{"metrics": ')
     write_run(tmp_path, "laof", "cheetah-run", 2).rename(tmp_path / "laof/cheetah-run/default/seedling")
     make_figures.main(make_figures.Args(tmp_path, tmp_path / "out"))
     printed, written = capsys.readouterr().out, (tmp_path / "out/index.html").read_text(encoding="utf-8")
-    for seed in range(1, 5):
-        assert f"{tmp_path}/masklam/cheetah-run/default/seed{seed}/result.json cannot be read" in printed
-    assert printed.count("cannot be read") == 6 == written.count("cannot be read") and "0.2500" in written
+    assert f"{tmp_path}/masklam/cheetah-run/default/seed1/result.json cannot be read" in printed
+    assert printed.count("cannot be read") == 2 == written.count("cannot be read") and "0.2500" in written
 
 
 def test_different_data_or_weights_are_never_averaged(tmp_path: Path) -> None:
@@ -224,7 +166,7 @@ def test_different_data_or_weights_are_never_averaged(tmp_path: Path) -> None:
     assert sweep.missing and not sweep.pictures and not sweep.rows
 
 
-def test_different_commits_settings_and_devices_are_marked(tmp_path: Path) -> None:
+def test_different_commits_settings_devices_and_data_are_marked(tmp_path: Path) -> None:
     write_run(tmp_path, "masklam", "cheetah-run", 1, 0.25, commit=A + "+changes")
     assert entry(tmp_path, seeds=1).notes == ["made from uncommitted changes"]
     cuda = {"device_type": "cuda"}
@@ -233,14 +175,10 @@ def test_different_commits_settings_and_devices_are_marked(tmp_path: Path) -> No
     assert entry(tmp_path, seeds=2) == Entry("0.5000 ± 0.3536", notes)
     intervals = make_figures.interval_figure(context(tmp_path, 2))
     assert rows(intervals)["MaskLAM@GT"][column(intervals, "DCS NMSE distr.")].notes[-2:] == notes
-
-
-def test_rows_on_other_data_are_marked(tmp_path: Path) -> None:
-    for script, data in (("lapo", "old"), ("laof", "new"), ("masklam", "new")):
-        write_run(tmp_path, script, "cheetah-run", 1, 0.5, identity={"train_hash": data})
+    for script, data in (("lapo", "old"), ("laof", "d")):
+        write_run(tmp_path, script, "cheetah-run", 1, identity={"train_hash": data})
     lines = rows(tables(tmp_path, 1)["nmse_dcs_distractor"])
-    assert lines["LAPO"][0].notes == ["another data set than the other rows"]
-    assert not lines["LAOF"][0].notes and not lines["MaskLAM@GT"][0].notes
+    assert lines["LAPO"][0].notes == ["another data set than the other rows"] and not lines["LAOF"][0].notes
 
 
 def test_runs_are_found_by_their_names(tmp_path: Path) -> None:
@@ -280,9 +218,6 @@ def test_no_runs_is_a_message_with_the_command(tmp_path: Path) -> None:
     write_run(tmp_path, "masklam", "cheetah-run", 1, quick=True)
     with pytest.raises(UserError, match="there are 1 with --quick"):
         make_figures.main(make_figures.Args(tmp_path, tmp_path / "out"))
-
-
-# --- sweeps
 
 
 def test_sweeps_and_ablations(tmp_path: Path) -> None:
@@ -377,9 +312,6 @@ def test_short_episodes_are_scored_by_what_they_have(tmp_path: Path) -> None:
     assert make_figures.score_metric("dcs", context(tmp_path).main) == "eval/normalised_dataset"
 
 
-# --- pictures
-
-
 def test_eigen_cam_finds_a_planted_moving_square() -> None:
     """In an encoder whose last block answers to one colour only, in one of its channels, and nothing else."""
     encoder = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 6, 3, stride=4, padding=1), nn.Flatten())
@@ -390,21 +322,18 @@ def test_eigen_cam_finds_a_planted_moving_square() -> None:
         encoder[1].weight[5, 2, 1, 1], encoder[1].weight[1, 2, 1, 1] = 2.0, -3.0  # the ReLU cuts the second off
     frames = torch.zeros(10, 3, 64, 64)
     frames[:, 1:] = torch.rand(10, 2, 64, 64, generator=torch.Generator().manual_seed(0))  # what it does not answer to
-    corners = [(4 * t, 48 - 4 * t) for t in range(10)]
-    for t, (top, left) in enumerate(corners):
-        frames[t, 0, top : top + 8, left : left + 8] = 1.0
+    expected = torch.zeros(10, 16, 16)
+    for t in range(10):
+        frames[t, 0, 4 * t : 4 * t + 8, 48 - 4 * t : 56 - 4 * t] = 1.0
+        expected[t, t : t + 2, 12 - t : 14 - t] = 1.0
     encoder.infer = encoder.forward
     activations = make_figures.last_activations(encoder, frames)
     assert activations.shape == (10, 6, 16, 16) and activations.min() == 0  # of the last block, after the ReLU
     saliency = make_figures.eigen_cam(activations)
+    assert torch.allclose(saliency, expected, atol=1e-5)
     drawn = make_figures.heat(frames, saliency)
-    red = drawn[..., 0].astype(int) - drawn[..., 2].astype(int)
-    for t, (top, left) in enumerate(corners):
-        expected = torch.zeros(16, 16)
-        expected[top // 4 : top // 4 + 2, left // 4 : left // 4 + 2] = 1.0
-        assert torch.allclose(saliency[t], expected, atol=1e-5), t
-        away = red[t, (top + 32) % 64 : (top + 32) % 64 + 8, (left + 32) % 64 : (left + 32) % 64 + 8]
-        assert red[t, top + 2 : top + 6, left + 2 : left + 6].min() > 0 > away.max()
+    red = drawn[0, ..., 0].astype(int) - drawn[0, ..., 2].astype(int)
+    assert red[2:6, 50:54].min() > 0 > red[34:40, 18:24].max()
     assert not make_figures.eigen_cam(torch.zeros(2, 3, 4, 4)).any()
 
 
@@ -473,9 +402,6 @@ def test_pictures_of_models(tmp_path: Path, planted_dir: Path, monkeypatch) -> N
     assert "python make_masks.py --env cheetah-run" in sam.missing and not sam.pictures
 
 
-# --- tables and page
-
-
 def test_footnotes_are_lettered_once(tmp_path: Path) -> None:
     item = Item("x", "A & B", text="50%", head=["method", "x_1"])
     item.add("one", [Entry("0.1 ± 0.2", ["few"], bold=True)])
@@ -487,27 +413,20 @@ def test_footnotes_are_lettered_once(tmp_path: Path) -> None:
     item.write(tmp_path)
     text, latex = ((tmp_path / f"x.{kind}").read_text(encoding="utf-8") for kind in ("md", "tex"))
     assert "**0.1 ± 0.2** <sup>a</sup>" in text and "- <sup>a,b</sup>" in text and text.count("<sup>b</sup> other") == 1
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(lines) == 5 and all(len(a) == len(b) for a, b in pairwise(lines))
+    assert len([line for line in text.splitlines() if line.startswith("|")]) == 5  # without the empty one
     assert r"\caption{A \& B. 50\%}" in latex and r"x\_1" in latex and r"\textbf{0.1 $\pm$ 0.2}" in latex
-    assert latex.count("&") - latex.count(r"\&") == 4 and r"\textsuperscript{a,b}" in latex
 
 
 def test_the_page_escapes_and_embeds(tmp_path: Path) -> None:
     (tmp_path / "p.png").write_bytes(b"\x89PNG")
-    items = [
-        Item("one", "One", "Tables", "python <x>", head=["<m>", "x"]),
-        Item("two", "Two", "P", missing="no <runs>"),
-    ]
-    items.append(Item("three", "Three", "P", head=["m", "x"], pictures=[tmp_path / "p.png"]))
-    for item in (items[0], items[2]):
-        item.add("a<b", [Entry("0", ["x & y"], bold=True)], beside=True)
+    item = Item("three", "Three", "P", "python <x>", head=["<m>", "x"], pictures=[tmp_path / "p.png"])
+    item.add("a<b", [Entry("0", ["x & y"], bold=True)], beside=True)
+    items = [item, Item("two", "Two", "P", missing="no <runs>")]
     text = page(tmp_path / "index.html", "T", "about", items).read_text(encoding="utf-8")
     for escaped in ("x &amp; y", "python &lt;x&gt;", "no &lt;runs&gt;", "<th>&lt;m&gt;</th>"):
         assert escaped in text
-    assert text.count('<tr class="beside"><th>a&lt;b</th><td><b>0</b><sup>a</sup></td></tr>') == 2
-    assert text.count("<details open>") == 1 and text.count("<details") == 2  # below its picture, folded
-    assert 'src="data:image/png;base64,iVBORw=="' in text and "http" not in text and 'name="viewport"' in text
+    assert '<tr class="beside"><th>a&lt;b</th><td><b>0</b><sup>a</sup></td></tr>' in text
+    assert 'src="data:image/png;base64,iVBORw=="' in text and "http" not in text
 
 
 def test_compare_prints_a_small_table(tmp_path: Path, capsys) -> None:

@@ -5,20 +5,18 @@ import importlib
 import json
 import math
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import planted
 import pytest
 import torch
-from methods import CPU, SCRIPTS, build, double_precision, lam_training, metrics
-from torch import nn
+from methods import CPU, SCRIPTS, build, double_precision, lam_training, metrics, pair_nmse
 
 import lapo
 import masklam
 from common import evaluation
-from common.dataset import Batch, Dataset, Sampler, sequential
+from common.dataset import Batch, Dataset, Sampler
 from common.masks import unpack_masks
 
 
@@ -29,38 +27,26 @@ def first_batch(dataset: Dataset, max_offset: int, size: int = 16, fields: tuple
     return batch
 
 
-# --- networks and numbers of the papers
+# Of the parts of each method's model at 64 and 128 pixels, counted by hand, layer by layer. For MaskLAM they are the
+# paper's 2.61 and 8.6 million at 64 pixels, 5.76 and 13.3 million at 128.
+COUNTS: dict[str, dict[int, list[int]]] = {
+    "masklam": {64: [2_612_416, 8_586_339], 128: [5_758_144, 13_341_795]},
+    "laof": {64: [2_602_048, 7_812_843, 7_811_547], 128: [5_747_776, 12_977_259, 12_975_963]},
+    "laom_labels": {
+        64: [0, 3_493_824, 3_493_824, 102_916_224, 52_858_880, 774],
+        128: [0, 3_493_824, 3_493_824, 329_408_640, 128_393_216, 774],
+    },
+    "lapo_slots": {64: [6_698_112, 6_698_112]},
+}
 
 
-def convolution(inputs: int, outputs: int, kernel: int = 3) -> int:
-    return inputs * outputs * kernel**2 + outputs
-
-
-def trunk_count(channels: int, m: int) -> int:
-    count = 0
-    for width in (16 * m, 32 * m, 32 * m):
-        count += convolution(channels, width) + 4 * convolution(width, width)
-        channels = width
-    return count
-
-
-@pytest.mark.parametrize(("size", "fdm", "idm"), [(64, 8.6e6, 2.61e6), (128, 13.3e6, 5.76e6)])
-def test_parameter_counts(size: int, fdm: float, idm: float) -> None:
-    """Against counts by hand, and the figures that the specification gives to three digits."""
-    with torch.device("meta"):
-        model = masklam.LatentActionModel(masklam.Args(), size, 6)
-        prediction, z = model(torch.zeros(2, 7, 4, size, size))
-    cells = (size // 8) ** 2
-    by_hand = trunk_count(24, 4) + 128 * cells * 128 + 128
-    assert sum(p.numel() for p in model.idm.parameters()) == by_hand == pytest.approx(idm, rel=0.005)
-    by_hand = trunk_count(12, 6) + (128 + 1) * 192 * cells
-    width = 384
-    for channels in (192, 192, 96):
-        by_hand += convolution(width, channels, 2) + 4 * convolution(channels, channels)
-        width = channels
-    by_hand += convolution(96, 3, 1)
-    assert sum(p.numel() for p in model.fdm.parameters()) == by_hand == pytest.approx(fdm, rel=0.005)
-    assert prediction.shape == (2, 3, size, size) and z.shape == (2, 128)
+@pytest.mark.parametrize("script", COUNTS)
+def test_parameter_counts(script: str) -> None:
+    module = importlib.import_module(script)
+    for size, counts in COUNTS[script].items():
+        with torch.device("meta"):
+            model = module.LatentActionModel(module.defaults(["--env=walker-run"]), size, 6)
+        assert [sum(p.numel() for p in part.parameters()) for part in model.children()] == counts
 
 
 # The hyperparameter tables; a pair where the Distracting Control Suite and Distracting Meta-World differ.
@@ -77,6 +63,12 @@ PAPERS: dict[str, dict[str, Any]] = {
     "laom_labels": {"lam_epochs": [3, 5], "policy_epochs": [2, 5], "lam_lr": [6e-4, 3e-4], "policy_lr": [3e-4, 2e-4]}
     | {"weight_decay": 0, "decoder_updates": 20_000, "lam_warmup_epochs": 1, "idm_scale": 6, "head_dim": 1024}
     | {"max_offset": 10, "label_weight": 1e-3, "target_rate": 1e-3, "augment": True},
+    "lapo_slots": {"lam_epochs": [1, 4], "policy_epochs": [1, 4], "lam_lr": [3e-4, 1.5e-4], "policy_lr": [3e-4, 1.5e-4]}
+    | {"batch_size": [256, 128], "num_slots": [4, 3], "slot_lr": 3e-4, "slot_updates": 25_000, "slot_warmup": 1250}
+    | {"slot_clip": 0.05, "slot_iterations": 3, "slot_dim": 128, "lam_clip": 1.0, "policy_clip": 1.0}
+    | {"decoder_clip": None, "decoder_updates": 25_000, "similarity_weight": 0.1, "similarity_temperature": 0.075}
+    | {"pca_components": 32, "probe_folds": 5, "offset": 10, "lam_dim": 1024, "lam_blocks": 3}
+    | {"dino_model": "vit_base_patch14_dinov2.lvd142m", "dino_weights": "pretrained"},
 }
 
 
@@ -89,13 +81,33 @@ def test_defaults_follow_the_papers_tables(script: str) -> None:
             assert getattr(args, name) == (value[suite] if isinstance(value, list) else value), name
 
 
-def test_schedule() -> None:
-    for module in (lapo, masklam):
-        rates = [module.schedule(module.Args(), "lam", step, 300, 100) for step in (0, 100, 150, 300)]
-        assert rates == pytest.approx([1, 0.75, 0.5, 0])
+# Of a stage with so many updates, 100 to an epoch: the update, and the share of the rate.
+SCHEDULES: list[tuple[str, str, int, dict[int, float]]] = [
+    ("lapo", "lam", 300, {0: 1, 100: 0.75, 150: 0.5, 300: 0}),
+    ("masklam", "lam", 300, {0: 1, 100: 0.75, 150: 0.5, 300: 0}),
+    ("laof", "lam", 1050, {0: 0.1, 25: 0.55, 50: 1, 550: 0.505, 1050: 0.01}),
+    ("laof", "policy", 3000, {0: 0.01, 500: 0.505, 1000: 1, 2000: 0.5, 3000: 0}),
+    ("laof", "decoder", 3000, {0: 0.01, 500: 0.505, 1000: 1, 2000: 0.5, 3000: 0}),
+    ("laof", "policy", 4, {0: 0.01, 1: 0.505, 2: 1, 3: 0.5}),  # shorter than its warm-up
+    ("laom_labels", "lam", 300, {0: 0.01, 49: 0.5, 99: 1, 100: 1, 200: 0.5, 299: 1 / 200}),
+    ("laom_labels", "lam", 5, {0: 1 / 2, 1: 1, 2: 1, 3: 2 / 3, 4: 1 / 3}),
+    ("laom_labels", "policy", 300, {0: 1, 150: 0.5}),
+    ("laom_labels", "decoder", 300, {0: 1, 150: 0.5}),
+    ("lapo_slots", "slots", 25_000, {0: 0, 625: 0.5, 1250: 1, 13_125: math.sqrt(0.5), 25_000: 0.5}),
+    ("lapo_slots", "slots", 10, {5: 1}),
+    ("lapo_slots", "lam", 10, {7: 1}),
+    ("lapo_slots", "policy", 10, {7: 1}),
+    ("lapo_slots", "decoder", 10, {7: 1}),
+]
 
 
-# --- losses
+@pytest.mark.parametrize(("script", "stage", "updates", "expected"), SCHEDULES)
+def test_schedule(script: str, stage: str, updates: int, expected: dict[int, float]) -> None:
+    """Warm-ups and decays of the learning rates, by hand."""
+    module = importlib.import_module(script)
+    args = module.defaults(["--env=walker-run"])
+    found = {step: module.schedule(args, stage, step, updates, 100) for step in expected}
+    assert found == pytest.approx(expected)
 
 
 def test_masklam_without_its_parts_is_lapo(train_set: Dataset) -> None:
@@ -180,9 +192,6 @@ def test_windows_of_masklam_see_the_right_frames(train_set: Dataset) -> None:
     assert torch.equal(module.lam_loss(model, batch, args)[0], expected)
 
 
-# --- experiment switches
-
-
 @pytest.mark.parametrize("width", [-3, -1, 1, 3])
 def test_mask_dilation_against_scipy(train_set: Dataset, width: int) -> None:
     from scipy import ndimage
@@ -245,9 +254,6 @@ def test_input_mask_hides_everything_but_the_agent(train_set: Dataset) -> None:
     assert torch.equal(module.lam_loss(model, batch, args)[0], (prediction - window[:, 3, :3]).square().mean())
 
 
-# --- metrics
-
-
 def test_nmse_against_scikit_learn() -> None:
     from sklearn.linear_model import LinearRegression
 
@@ -268,9 +274,6 @@ def test_nmse_against_scikit_learn() -> None:
     assert measured["per_dimension"] == pytest.approx(expected.tolist(), rel=1e-6)
     constant = [(torch.zeros(500, 5), torch.from_numpy(action))]
     assert evaluation.nmse(constant, constant, variance)["nmse"] == pytest.approx(1.0, abs=1e-9)
-
-
-# --- training
 
 
 GOLDEN = Path(__file__).with_name("golden_losses.json")
@@ -331,17 +334,6 @@ def test_masklam_recovers_planted_actions_better_than_lapo(tmp_path: Path) -> No
     # On seeds 1 to 5: MaskLAM 0.05 to 0.07, LAPO 0.76 to 0.85, its control 0.97 to 1.03, MaskLAM's 0.62 to 0.96.
     assert nmse["lapo"] < 0.9 * control["lapo"] and nmse["masklam"] < 0.3 * control["masklam"], (nmse, control)
     assert nmse["masklam"] < 0.3 * nmse["lapo"], nmse
-
-
-def pair_nmse(module: ModuleType, args: Any, model: nn.Module, data: Path) -> float:
-    sets = [Dataset(data, "cheetah-run", split) for split in ("train", "test")]
-
-    def pairs(dataset: Dataset) -> evaluation.Pairs:
-        with torch.inference_mode():
-            for batch in sequential(dataset, 256, max_offset=1, device=CPU, fields=("frames", "masks")):
-                yield module.encode(model, batch, args), batch.action
-
-    return evaluation.nmse(pairs(sets[0]), pairs(sets[1]), sets[0].action_variance)["nmse"]
 
 
 if __name__ == "__main__":  # writes the golden losses anew

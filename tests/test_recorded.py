@@ -1,8 +1,6 @@
 """Runs on recorded videos: what they give instead of rollouts, and without any simulator."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from common import recorded
 from common.cli import UserError
 from common.dataset import Dataset
 
-ROOT = Path(__file__).parents[1]
 # What a machine without simulators and OpenGL lacks; importing it is an error.
 ABSENT = ("dm_control", "mujoco", "metaworld", "OpenGL")
 TINY = methods.TINY | {"env": "own", "device": "cpu", "lam_updates": 3, "policy_updates": 3, "decoder_updates": 3}
@@ -35,7 +32,7 @@ def run(script: str, data_dir: Path, runs_dir: Path, **changes: Any) -> Path:
         f"import sys; sys.modules |= dict.fromkeys({ABSENT}); sys.argv = {[script + '.py', *words]}\n"
         f"import {script}; from common.cli import cli; cli({script}.main, {script}.defaults)"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = methods.finish(methods.python("-c", program))
     assert done.returncode == 0, done.stderr
     return runs_dir / script / "own/test/seed1"
 
@@ -116,6 +113,11 @@ def test_open_loop_errors_are_those_by_hand(splits: tuple[Dataset, Dataset]) -> 
     assert found["errors"]["ridge"] > 0
     # The stored actions are those of the data divided by 3.
     assert found["rmse_per_dimension"] == pytest.approx(3 * np.sqrt(((0.25 - truth) ** 2).mean(0)), rel=1e-5)
+    # From one label the regression knows one action, as the mean does.
+    errors = recorded.open_loop(act, train_set.transitions[:1], train_set, test_set, batch_size=16, device=CPU)[
+        "errors"
+    ]
+    assert errors["ridge"] == pytest.approx(errors["mean_action"], rel=1e-4)
 
 
 def test_the_regression_finds_what_the_frames_show(tmp_path: Path) -> None:
@@ -131,14 +133,6 @@ def test_the_regression_finds_what_the_frames_show(tmp_path: Path) -> None:
     act, labelled = (lambda frames: torch.zeros(len(frames), 6)), splits[0].transitions
     errors = recorded.open_loop(act, labelled, *splits, batch_size=16, device=CPU)["errors"]
     assert errors["ridge"] < 0.5 * errors["mean_action"]
-
-
-def test_one_label_is_enough_for_the_errors(splits: tuple[Dataset, Dataset]) -> None:
-    """The regression then knows one action, as the mean does."""
-    errors = recorded.open_loop(
-        lambda frames: torch.zeros(len(frames), 6), splits[0].transitions[:1], *splits, batch_size=16, device=CPU
-    )["errors"]
-    assert errors["ridge"] == pytest.approx(errors["mean_action"], rel=1e-4)
 
 
 def test_masks_that_vanish_when_they_shrink_are_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import planted
 import pytest
 import tyro
+from methods import ROOT, finish, python, wait_until
 
 import reproduce
 from common import cli, runs
@@ -23,7 +24,6 @@ from common.cli import Stopped, UserError
 from common.tasks import TASKS
 from reproduce import Args, Job, RunJob
 
-ROOT = Path(__file__).parents[1]
 TINY = (
     "idm-scale=1 fdm-scale=1 policy-scale=1 latent-dim=16 batch-size=16 num-labels=40 device=cpu lam-updates=6 "
     "log-every=1 policy-updates=6 decoder-updates=10 checkpoint-every=2 eval-episodes=1 eval-envs=1 eval-steps=5"
@@ -32,13 +32,6 @@ TINY = (
 
 def planned(experiment: str, **options) -> list[RunJob]:
     return reproduce.plan(Args(experiment, **options))
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.1)
 
 
 def beside(function: Callable[[], None]) -> Future:
@@ -126,9 +119,13 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path, monkeypatch) -> None:
         ("ablations", {"values": ["3"]}, "for one of main-table, label-budget"),
         ("main-table", {"values": ["3"]}, "main-table has distractor, vanilla"),
         ("label-budget", {"values": ["few"]}, "refuses"),
+        ("main-table", {"set": ["lam-lr=nan"]}, "--lam-lr is nan"),
+        ("main-table", {"set": ["batch-size=0"]}, "--batch-size is 0"),
+        ("main-table", {"methods": ["MaskLAM@GT"], "set": ["mask-source=../x"]}, "--mask-source is '../x'"),
+        ("main-table", {"env": ["../x"]}, r"\.\./x"),
     ):
         with pytest.raises(UserError, match=message):
-            planned(experiment, **options)
+            planned(experiment, **{"env": ["cheetah-run"], "seeds": 1} | options)
     with monkeypatch.context() as patch, pytest.raises(UserError, match="use a login node, or --executor local"):
         patch.setenv("PATH", str(tmp_path))
         reproduce.run_slurm([], Args(executor="slurm"), tmp_path)
@@ -200,11 +197,6 @@ def test_local_jobs_in_order_with_failures(tmp_path: Path, monkeypatch) -> None:
     reproduce.report(jobs, tmp_path)  # finished by others meanwhile
 
 
-def run(*words: str) -> subprocess.Popen:
-    command = [sys.executable, "reproduce.py", *words]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 def test_a_real_grid_with_an_interrupt_and_a_failing_run(tmp_path: Path, capsys) -> None:
     """Its data is made first; Ctrl-C lets the run save; the others survive one that fails; nothing runs twice."""
     words = "mask-dilation --env cheetah-run --seeds 1 --values 0 1 --quick --data-dir".split()
@@ -215,26 +207,24 @@ def test_a_real_grid_with_an_interrupt_and_a_failing_run(tmp_path: Path, capsys)
     assert "2 runs: 0 finished, 0 to resume, 2 to start" in out and "data to make first: cheetah-run" in out
     assert out.count("python masklam.py") == 2 and not list(tmp_path.iterdir())
 
-    command = run(*words, "--jobs", "1")
-    wait_for(lambda: list(tmp_path.glob("runs/masklam/*/*/*/*.pt")) or command.poll() is not None)
+    command = python("reproduce.py", *words, "--jobs", "1")
+    wait_until(lambda: list(tmp_path.glob("runs/masklam/*/*/*/*.pt")) or command.poll() is not None)
     command.send_signal(signal.SIGINT)
-    out, err = command.communicate(timeout=120)
-    assert command.returncode == 130 and "2 jobs are left; rerun" in err, (out, err)
-    assert "finished: data-cheetah-run-1" in out
+    done = finish(command)
+    assert done.returncode == 130 and "2 jobs are left; rerun" in done.stderr, done
+    assert "finished: data-cheetah-run-1" in done.stdout
 
     good, broken = (tmp_path / f"runs/masklam/cheetah-run/{name}/seed1" for name in ("quick", "quick_mask-dilation=1"))
     shutil.copytree(good, broken)  # which was made with another --mask-dilation
-    command = run(*words, "--jobs", "2")
-    out, err = command.communicate(timeout=300)
-    assert command.returncode == 1 and "1 of 2 jobs failed" in err and "mask_dilation: " in err, (out, err)
-    assert "2 to resume" in out and (good / "result.json").exists() and not (broken / "result.json").exists()
+    done = finish(python("reproduce.py", *words, "--jobs", "2"))
+    assert done.returncode == 1 and "1 of 2 jobs failed" in done.stderr and "mask_dilation: " in done.stderr, done
+    assert "2 to resume" in done.stdout and (good / "result.json").exists() and not (broken / "result.json").exists()
     before = (good / "result.json").stat().st_mtime_ns
 
     shutil.rmtree(broken)
-    command = run(*words)
-    out, err = command.communicate(timeout=300)
-    assert command.returncode == 0 and "2 runs: 1 finished, 0 to resume, 1 to start" in out, (out, err)
-    assert "all finished; tables and figures: python make_figures.py --quick --seeds 1" in out
+    done = finish(python("reproduce.py", *words))
+    assert done.returncode == 0 and "2 runs: 1 finished, 0 to resume, 1 to start" in done.stdout, done
+    assert "all finished; tables and figures: python make_figures.py --quick --seeds 1" in done.stdout
     assert json.loads((broken / "result.json").read_text())["args"]["mask_dilation"] == 1
     assert (good / "result.json").stat().st_mtime_ns == before
 
@@ -294,20 +284,22 @@ def test_slurm_order_failures_and_preemption(slurm: Args, tmp_path: Path, monkey
         return subprocess.run(words, check=True, capture_output=True, text=True).stdout
 
     def disturb() -> None:
-        wait_for((tmp_path / "start1").exists)
+        wait_until((tmp_path / "start1").exists)
         slurm_command("scancel", "--batch", "--signal=TERM", long.slurm_id)  # as before a time limit
-        wait_for((tmp_path / "saved1").exists)
+        wait_until((tmp_path / "saved1").exists)
         restart(2)
         slurm_command("sbatch", "--partition=high", "--exclusive", "--output=/dev/null", "--wrap=true")
-        wait_for((tmp_path / "saved2").exists)
+        wait_until((tmp_path / "saved2").exists)
         restart(3)
 
     def restart(number: int) -> None:
         """Slurm would start it in two minutes, so that the node has forgotten the one that it ended."""
-        wait_for(lambda: slurm_command("squeue", "--noheader", "--format=%T", f"--job={long.slurm_id}") == "PENDING\n")
+        wait_until(
+            lambda: slurm_command("squeue", "--noheader", "--format=%T", f"--job={long.slurm_id}") == "PENDING\n"
+        )
         time.sleep(3)
         slurm_command("scontrol", "update", f"job={long.slurm_id}", "StartTime=now")
-        wait_for((tmp_path / f"start{number}").exists)
+        wait_until((tmp_path / f"start{number}").exists)
 
     disturbed = beside(disturb)
     reproduce.run_slurm(jobs, slurm, tmp_path)
@@ -323,12 +315,12 @@ def test_slurm_jobs_stay_in_the_queue_and_can_be_cancelled(slurm: Args, tmp_path
     monkeypatch.setattr(cli, "_stop_signal", signal.SIGINT)
     with pytest.raises(Stopped, match=r"1 jobs stay in Slurm's queue \(scancel \d+ ends them\)"):
         reproduce.run_slurm([shell_job("long", tmp_path, SAVES.format(folder=str(tmp_path)))], slurm, tmp_path)
-    wait_for((tmp_path / "start1").exists)
+    wait_until((tmp_path / "start1").exists)
     monkeypatch.setattr(cli, "_stop_signal", None)
     again = shell_job("long", tmp_path, "raise SystemExit('a second time')")
 
     def cancel() -> None:
-        wait_for(lambda: again.slurm_id)
+        wait_until(lambda: again.slurm_id)
         subprocess.run(["scancel", again.slurm_id], check=True)
 
     cancelled = beside(cancel)

@@ -121,26 +121,10 @@ def test_frames_are_resized_as_the_package_resizes_them(tmp_path):
     assert (ours - expected).abs().max() <= 1.01 / 255 and (ours - expected).abs().mean() < 0.1 / 255
 
 
-def test_groups_hold_every_episode_once_and_keep_short_ones_apart():
-    lengths = [3, 18, 9, 17, 22, 9, 40, 16, 3]
-    groups = sam.group_episodes(lengths, 2, 16)
-    assert [[lengths[episode] for episode in group] for group in groups] == [
-        [40, 22], [18, 17], [16], [9, 9], [3, 3]
-    ]  # fmt: skip
-    assert sorted(episode for group in groups for episode in group) == list(range(len(lengths)))
-
-
 def test_wrong_checkpoints_are_refused(weights, tmp_path):
     path = tmp_path / "weights.pt"
-    with pytest.raises(UserError, match="no such file"):
-        sam.read_checkpoint(path)
     torch.save({"model": weights}, path)
-    half = path.read_bytes()[: path.stat().st_size // 2]
     assert sam.read_checkpoint(path)[0].keys() == weights.keys()
-    for content in (b"", b"not a checkpoint", half):
-        path.write_bytes(content)
-        with pytest.raises(UserError, match="expected is a file of weights"):
-            sam.read_checkpoint(path)
     torch.save({"weights": 1}, path)
     with pytest.raises(UserError, match="expected is a file of weights"):
         sam.read_checkpoint(path)
