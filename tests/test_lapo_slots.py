@@ -316,7 +316,7 @@ def constancy(attention: Tensor, mask: Tensor) -> float:
 
 
 def test_the_same_slot_follows_the_agent(tmp_path: Path) -> None:
-    """Moving coloured squares, three seeds: one slot has the agent in all held-out clips, over 20 frames each.
+    """Moving coloured squares, five seeds: one slot has the agent in all held-out clips, over 20 frames each.
 
     All frames start from the same slots; where each starts from them in another order, it does not.
     """

@@ -1,6 +1,7 @@
 """Tables and figures from run directories made by hand: numbers, marks for what is wrong, Eigen-CAM, the page."""
 
 import dataclasses
+import json
 import statistics
 from pathlib import Path
 from typing import Any

@@ -68,7 +68,7 @@ PLACES = {
         lambda folder: [p.name for p in media.image_files(folder)],
     ),
     "masks": (["f2.png", "f9.PNG", "f10.Png"], write_masks, masks_read),
-    "episodes": (["0.NPY", "00001", "2.npy"], write_clips, episode_names),
+    "episodes": (["0", "00001", "2"], write_clips, episode_names),
 }
 
 
