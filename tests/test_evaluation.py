@@ -107,7 +107,7 @@ def test_the_evaluation_is_tried_before_training(planted_dir: Path, tmp_path: Pa
     with pytest.raises(UserError, match=r"the clips in \S+ are not those that made .* --clips-dir"):
         evaluation.held_out_distractors(dataset, args(), Path())
     distractors["backgrounds"] = "folder"
-    with pytest.raises(UserError, match=r"folder of clips.* --clips-dir"):
+    with pytest.raises(UserError, match=r"needs the clips that made .* --clips-dir"):
         evaluation.held_out_distractors(dataset, args(), Path())
     assert evaluation.held_out_distractors(dataset, args(stages="lam"), Path()) == DistractorConfig()  # no rollouts
     finished = methods.write_run(tmp_path, "lapo", "cheetah-run", 1, decoders={128_000: 0.5})
