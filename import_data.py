@@ -293,8 +293,7 @@ def main(args: Import) -> None:
         dataset = Dataset(options.data_dir, name, split, render=None)
         if options.verify:
             dataset.verify()
-        else:
-            print(dataset.describe())
+        print(dataset.describe())
 
 
 if __name__ == "__main__":

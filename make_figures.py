@@ -355,7 +355,7 @@ def expert_table(context: Context) -> Item:
 class Panel:
     """One plot: lines of points, each with its interval (value, low, high), and dashed horizontal lines.
 
-    A dashed line that is named like a line has its colour. stars: single points (x, y) of the line of that name.
+    A dashed line that is named like a line has its colour. stars: single points (x, y).
     """
 
     title: str
@@ -368,7 +368,7 @@ class Panel:
 
 def short(count: int) -> str:
     """A number of samples or labels: 500, 16k, 18M."""
-    return str(count) if count < 2000 else f"{count // 1000}k" if count < 10**6 else f"{count // 10**6}M"
+    return str(count) if count < 2000 else f"{count / 1000:.3g}k" if count < 10**6 else f"{count / 10**6:.3g}M"
 
 
 def draw(path: Path, panels: list[Panel], label: str, names: list[str] | None = None) -> Path:
@@ -376,9 +376,10 @@ def draw(path: Path, panels: list[Panel], label: str, names: list[str] | None = 
     from matplotlib import ticker
 
     figure, axes = pictures.panels(len(panels), 3, 4.2, 3.6 if names else 2.8)
+    named = dict.fromkeys(name for panel in panels for name in (*panel.lines, *panel.dashed, *panel.stars))
+    colours = {name: f"C{place}" for place, name in enumerate(named)}  # the same in all panels
     for axis, panel in zip(axes, panels):
         values = sorted({x for points in panel.lines.values() for x in points} | {x for x, _ in panel.stars.values()})
-        colours = {line: f"C{place}" for place, line in enumerate(dict.fromkeys([*panel.lines, *panel.dashed]))}
         for place, (line, points) in enumerate(panel.lines.items()):
             # Categories of several lines stand beside each other, so that no interval hides another.
             x = [names.index(name) + 0.2 * place for name in points] if names else list(points)
@@ -389,8 +390,8 @@ def draw(path: Path, panels: list[Panel], label: str, names: list[str] | None = 
             )
         for line, value in panel.dashed.items():
             axis.axhline(value, color=colours[line], ls="--", label=None if line in panel.lines else line)
-        for line, point in panel.stars.items():
-            axis.plot(*point, marker="*", ms=12, ls="none", color=colours[line])
+        for name, point in panel.stars.items():
+            axis.plot(*point, marker="*", ms=12, ls="none", color=colours[name], label=name)
         if names:
             axis.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=8)
             axis.set_xlim(-0.5, len(names) - 0.5)
@@ -540,6 +541,7 @@ def learning_curves(context: Context) -> Item:
     )
     curves: dict[tuple[str, str, str], dict[int, list[float]]] = {}  # NMSE of every seed by samples
     for key, members in sorted(context.by_name.items()):
+        values = collections.defaultdict(list)
         for run in members:
             try:
                 lines = runs.read_metrics(run.dir)
@@ -548,11 +550,12 @@ def learning_curves(context: Context) -> Item:
                 continue
             for line in lines:
                 if "lam/nmse" in line:
-                    samples = line["step"] * run.args["batch_size"]
-                    curves.setdefault(key, {}).setdefault(samples, []).append(line["lam/nmse"])
-        if key in curves and len({run.args["train_hash"] for run in members}) > 1:
+                    values[line["step"] * run.args["batch_size"]].append(line["lam/nmse"])
+        data = {tuple(run.args.get(name) for name in ("train_hash", "test_hash", "mask_hash")) for run in members}
+        if values and len(data) > 1:
             item.missing += f"{' '.join(key)}: its seeds saw different data. "
-            del curves[key]
+        elif values:
+            curves[key] = values
     if not curves:
         item.missing = item.missing or "No run was probed on the way."
         return item
@@ -560,22 +563,28 @@ def learning_curves(context: Context) -> Item:
     columns = sorted(set().union(*curves.values()))
     item.head = ["", "task", "untrained", *(short(samples) for samples in columns)]
     methods = {method.script: name for name, method in reproduce.METHODS.items() if not method.flags}
-    panels: dict[str, Panel] = {}
+    panels: dict[tuple[str, str], Panel] = {}
     for (script, env, variant), values in curves.items():
+        members = context.by_name[script, env, variant]
+        render = "distractor" if members[0].args["distractors"] else "vanilla"
+        panel = panels.setdefault((env, render), Panel(f"{env}: NMSE {WORDS[render]}", {}, log=True))
         name = " ".join([script, *(part for part in variant.split("_") if part not in common)])
-        panel = panels.setdefault(env, Panel(f"{env}: NMSE", {}, log=True))
         stats = {samples: report.stat(values[samples]) for samples in sorted(values)}
         panel.lines[name] = {samples: (mean, mean - std, mean + std) for samples, (mean, std) in stats.items()}
-        control = report.make_cell(context.by_name[script, env, variant], 1).stat("eval/nmse_untrained")
+        cell = report.make_cell(members, context.args.seeds)
+        control = cell.stat("eval/nmse_untrained")
         if control is not None:
             panel.dashed[name] = control.mean
-        if script in methods and script not in {
-            line.split()[0] for line in panel.stars
-        }:  # its first line, the plain one
+        if script in methods:
             suite = get_task(env).suite
             samples = reproduce.parse(script, ("--env", env))[0].lam_epochs * PAPER["train_transitions"][suite]
-            panel.stars[name] = (round(samples), PAPER["nmse"][suite]["distractor"][methods[script]][env][0])
-        item.add(name, [env, number(control), *(number(stats.get(samples)) for samples in columns)])
+            point = PAPER["nmse"][suite][render][methods[script]][env][0]
+            panel.stars[f"{methods[script]}, paper"] = (round(samples), point)
+        entries = [Entry(number(stats.get(samples))) for samples in columns]
+        for samples, entry in zip(columns, entries):
+            if 0 < len(values.get(samples, [])) < len(members):
+                entry.notes.append(f"{len(values[samples])} of {len(members)} seeds")
+        item.add(name, [Entry(env, cell.notes), number(control), *entries])
     item.pictures = [draw(context.out / "learning_curves.png", list(panels.values()), "samples")]
     return item
 

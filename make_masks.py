@@ -254,10 +254,8 @@ def load_sam(args: Args, jobs: list[Job]) -> Segment:
 def episode_paths(folder: Path, episodes: int) -> list[Path]:
     """The episodes' files (.npy) or folders in order. UserError if some are missing, double or too many."""
     paths = media.in_order(media.listing(folder) if folder.is_dir() else [], media.episode_name)
-    present, expected = (
-        {media.episode_name(path).zfill(5) for path in paths},
-        {f"{number:05d}" for number in range(episodes)},
-    )
+    present = {media.episode_name(path).zfill(5) for path in paths}
+    expected = {f"{number:05d}" for number in range(episodes)}
     if present != expected:
         missing, extra = sorted(expected - present), sorted(present - expected)
         raise UserError(

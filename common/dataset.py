@@ -584,7 +584,8 @@ class Sampler:
         """Go on at a position, as if that many batches had been consumed."""
         if position != self.position:
             self._batches.close()
-            self.position, self._batches = position, _prefetched(self._load, itertools.count(position), self.device)
+            self.position = position
+            self._batches = _prefetched(self._load, itertools.count(position), self.device)
 
     def close(self) -> None:
         """Stop the thread."""

@@ -241,7 +241,8 @@ def rollout(
         Stopped: a signal arrived.
     """
     episodes, task = args.eval_episodes, get_task(test_set.env)
-    num_envs, make = min(args.eval_envs, episodes), _maker(test_set, distractors, args)
+    num_envs = min(args.eval_envs, episodes)
+    make = _maker(test_set, distractors, args)
     makers = [partial(_Episodes, make, first, num_envs, episodes) for first in range(num_envs)]
     returns, lengths, successes = np.full(episodes, np.nan), np.zeros(episodes, int), np.zeros(episodes, bool)
     progress, envs = Progress("evaluation", episodes, "episodes"), None
@@ -356,9 +357,10 @@ def probe(
 
     def compute() -> dict[str, Any]:
         held_out = [(z.cpu(), action.cpu()) for z, action in outputs(partial(encode, model), test_set, **windows)]
-        z, action = (torch.cat(column).numpy() for column in zip(*held_out))
+        z, action = (torch.cat(column) for column in zip(*held_out))
+        held_out = list(zip(z.split(65536), action.split(65536)))  # so that they are in memory once
         if test_set.is_recorded:
-            for split, of_split in ((train_set, latents), (test_set, torch.from_numpy(z))):
+            for split, of_split in ((train_set, latents), (test_set, z)):
                 recorded.save_latents(run.dir / "latents", split, of_split)
         if not train_set.action_dim:
             return {}

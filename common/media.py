@@ -18,7 +18,7 @@ from typing import Any
 
 import imageio_ffmpeg
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, ImageSequence
 
 from common.cli import Stopped, UserError
 from common.store import system_error
@@ -203,7 +203,8 @@ def timed_frames(source: Path) -> Iterator[tuple[float | None, np.ndarray]]:
     if source.is_dir():
         pictures = ((path, None, read_image(path)) for path in image_files(source))
     else:
-        pictures = ((source, seconds, frame) for seconds, frame in _video_frames(source))
+        read = _gif_frames if source.suffix.lower() == ".gif" else _video_frames
+        pictures = ((source, seconds, frame) for seconds, frame in read(source))
     shape = None
     for path, seconds, frame in pictures:
         shape = shape or frame.shape
@@ -271,7 +272,7 @@ def _video_frames(path: Path) -> Iterator[tuple[float, np.ndarray]]:
 
 
 def _check_length(path: Path) -> None:
-    """Raises `UserError` for an mp4, mov, avi or gif that ends too early; ffmpeg does not tell of each."""
+    """Raises `UserError` for an mp4, mov or avi that is shorter than its parts say; ffmpeg does not tell of each."""
     length, end = path.stat().st_size, 0
     if not length:
         raise UserError(f"{path}: is empty")
@@ -283,8 +284,6 @@ def _check_length(path: Path) -> None:
                 size = int.from_bytes(head[4:8], "little")  # without these 8 bytes, which some programs count too
             elif head[4:8] in MP4_BOXES:
                 size = int.from_bytes(head[8:16] if head[:4] == b"\0\0\0\1" else head[:4], "big")
-            elif head[:4] == b"GIF8":
-                size = length + (not path.read_bytes().rstrip(b"\0").endswith(b";"))
             else:
                 size = 8 if end and len(head) < 8 else 0  # cut off in what says how long a part is
             if size < 8:  # something else, or a part that goes on to the end of the file
@@ -292,3 +291,14 @@ def _check_length(path: Path) -> None:
             end += size
     if end > length:
         raise UserError(f"{path}: is cut off, {length:,} of at least {end:,} bytes; copy it again, or encode it again")
+
+
+def _gif_frames(path: Path) -> Iterator[tuple[float, np.ndarray]]:
+    """By Pillow, since ffmpeg does not tell of damaged pixels."""
+    seconds = 0.0
+    with readable(path, "a gif"), Image.open(path, formats=["GIF"]) as image:
+        if not path.read_bytes().rstrip(b"\0").endswith(b";"):
+            raise UserError(f"{path}: is cut off; copy it again")
+        for picture in ImageSequence.Iterator(image):
+            yield seconds, np.asarray(picture.convert("RGB"))
+            seconds += (picture.info.get("duration") or 100) / 1000  # as browsers take one that has none

@@ -62,7 +62,7 @@ def read_run(directory: Path) -> Run:
     script, env, variant, seed = directory.absolute().parts[-4:]
     path = directory / "args.json"
     try:
-        args = read_json(path, keys=("distractors", "data_dir", "train_hash", "test_hash"))
+        args = read_json(path, keys=("quick", "batch_size", "distractors", "data_dir", "train_hash", "test_hash"))
         run = Run(directory, script, env, variant, int(seed.removeprefix("seed")), args)
         path = directory / "result.json"
         if path.exists():
@@ -193,7 +193,7 @@ def load_model(run: Run) -> tuple[Any, Any, Any]:
     UserError if the script or the weights are missing, or do not fit each other.
     """
     if run.script not in runs.method_scripts():
-        raise UserError(f"{run.script}.py is missing, without which only the numbers of its runs can be shown")
+        raise UserError(f"{run.script}.py is missing, which made this run")
     module = importlib.import_module(run.script)
     default = module.defaults([f"--env={run.env}", *(["--quick"] if run.args["quick"] else [])])
     values: dict[str, Any] = {}

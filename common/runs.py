@@ -410,12 +410,13 @@ class Run:
         return None
 
     def _made_from(self, stage: str) -> list[str]:
-        """Files in the run's directory of the stages after `stage`: those that this process has not come to yet."""
-        # What belongs to one label budget ("decoder-2000", "rollout-2000") does not depend on that of another.
-        kinds = ("decoder", "rollout") if stage.startswith("decoder") else ()
+        """Files in the run's directory that `stage` leads to: of stages that this process has not come to yet."""
         files = [path for path in self.dir.rglob("*.pt") if path.parent.name != "checkpoints"]
         later = [path for path in files if path.stem not in self._complete | {stage}]
-        return sorted(str(path.relative_to(self.dir)) for path in later if path.stem.split("-")[0] not in kinds)
+        if stage.startswith("decoder"):  # decoder-2000: its rollout-2000 alone, nothing of other label budgets
+            budget = stage.removeprefix("decoder")
+            later = [path for path in later if path.stem in (f"rollout{budget}", f"open_loop{budget}")]
+        return sorted(str(path.relative_to(self.dir)) for path in later)
 
     def finish(self, stage: str, step: int, state: dict[str, Any], folder: str = ".") -> None:
         """Writes ``<stage>.pt``, which marks the stage as finished, and removes its checkpoints."""

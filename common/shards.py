@@ -112,7 +112,8 @@ def read_shard(path: Path) -> Shard:
     """Opens a shard and checks its header. Damaged, or UserError for another format version."""
     shard = Shard(**vars(store.read(path)))
     try:
-        number, _ = shard.attributes["number"], shard.episodes
+        number = shard.attributes["number"]
+        len(shard.episodes)  # so that it is missed here
         starts, schema = shard.episode_start, frame_schema(shard.plan)
     except (KeyError, TypeError) as error:
         raise Damaged(f"{path}: not a shard ({error} is missing)") from error

@@ -366,7 +366,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 class StoppableProgress(Progress):
-    """Counts what `fill` makes, and ends it at a signal."""
+    """Counts what is made or verified, file by file, and ends that at a signal."""
 
     def update(self, count: int = 1) -> None:
         super().update(count)

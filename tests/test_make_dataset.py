@@ -238,3 +238,11 @@ def test_defaults():
     assert (cheetah.env, cheetah.expert, cheetah.expert_dir) == ("cheetah-run", "laom", Path("here"))
     assert (push.env, push.expert, push.expert_dir, push.seed) == ("push", "scripted", None, 3)
     assert (cheetah.train_transitions, push.train_transitions, push.image_size) == (15_000, 6_000, 64)
+
+
+def test_shards_of_paper_scale_fit_in_memory():
+    args = default_args(["--env", DCS])
+    args.backgrounds = "synthetic"
+    plan = make_plan(args, "train")
+    size = make_dataset.frame_bytes(plan) * plan["episodes_per_shard"] * (plan["episode_length"] + 1)
+    assert plan["num_episodes"] == 9000 and 0.9 * make_dataset.SHARD_BYTES < size <= make_dataset.SHARD_BYTES

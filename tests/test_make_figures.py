@@ -286,8 +286,32 @@ def test_learning_curves_are_the_probes_on_the_way(tmp_path: Path, monkeypatch: 
     middle = {line: {x: value for x, (value, _, _) in points.items()} for line, points in panel.lines.items()}
     assert middle == {"laof": {640: 0.6}, "lapo": {640: pytest.approx(0.8), 1280: 0.8}}
     assert panel.dashed == {"laof": 0.925, "lapo": 0.925}
-    assert panel.stars["lapo"] == (4_000_000, make_figures.PAPER["nmse"]["dmw"]["distractor"]["LAPO"]["push"][0])
+    published = make_figures.PAPER["nmse"]["dmw"]["distractor"]
+    assert panel.stars == {f"{name}, paper": (4_000_000, published[name]["push"][0]) for name in ("LAOF", "LAPO")}
+    notes = {name: [entry.notes for entry in entries] for name, entries in rows(item).items()}
+    assert notes["lapo"][1:] == [[], [], ["1 of 2 seeds"]] and "seed 2 is not finished" in notes["lapo"][0]
     assert "laom_labels" in item.missing and "different data" in item.missing
+
+
+def test_a_line_has_one_colour_in_all_panels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The legend stands in the first panel alone."""
+    saved: list[Any] = []
+    monkeypatch.setattr(make_figures.pictures, "save", lambda figure, path: saved.append(figure) or path)
+    points = {500: (0.5, 0.4, 0.6), 16_000: (0.2, 0.1, 0.3)}
+    first = make_figures.Panel("a", {"lapo": points, "masklam": points}, log=True)
+    second = make_figures.Panel("b", {"masklam": points}, {"masklam": 0.7}, {"paper": (18_000_000, 0.1)}, log=True)
+    make_figures.draw(tmp_path / "x.png", [first, second], "samples")
+    left, right = saved[0].axes
+    found: dict[str, set[str]] = {"lapo": set(), "masklam": set(), "paper": set()}
+    for axis in (left, right):
+        for handle, name in zip(*axis.get_legend_handles_labels()):
+            found[name].add((handle[0] if isinstance(handle, tuple) else handle).get_color())
+    colours = set().union(*found.values())
+    assert [len(each) for each in found.values()] == [1, 1, 1] and len(colours) == 3
+    assert {text.get_text() for text in left.get_legend().get_texts()} == found.keys()
+    assert {line.get_color() for line in right.get_lines()} == found["masklam"] | found["paper"]  # the dashed line too
+    assert (right.get_xscale(), right.get_yscale()) == ("log", "log")
+    assert [text.get_text() for text in right.get_xticklabels()] == ["500", "16k", "18M"]
 
 
 def test_label_budgets_are_the_decoders_of_one_run(tmp_path: Path) -> None:

@@ -56,6 +56,8 @@ def test_the_experiments_of_the_paper() -> None:
     assert {run.args.policy_scale for run in table if run.argv[0] == "laom_labels.py"} == {32}  # the paper's table
     assert {run.cell.env for run in table} == set(TASKS)
     assert {run.run_dir.name for run in table} == {"seed1", "seed2", "seed3"}
+    only = planned("main-table", env=["push"], seeds=1, values=["distractor"])
+    assert len(only) == 6 and all(run.args.distractors for run in only)
     latent = planned("latent-dim", env=["cheetah-run"], seeds=1)
     assert {(run.args.latent_dim, run.args.loss_mask) for run in latent} == {
         (dim, mask) for dim in (32, 64, 128, 256, 512, 1024) for mask in (False, True)

@@ -199,6 +199,22 @@ def test_two_processes_make_every_file_once(tmp_path):
     assert len(list(tmp_path.glob("*.h5"))) == 12
 
 
+def test_fill_looks_again_after_every_file(tmp_path):
+    """What others made meanwhile may decide how many more are needed, as on Meta-World."""
+    looks, makes = [], []
+
+    def paths() -> list[Path]:
+        looks.append(len(makes))
+        return [tmp_path / f"{number:05d}.h5" for number in range(3)]
+
+    def make(path: Path) -> None:
+        store.write(path, {"x": np.zeros(3)}, {})
+        makes.append(path)
+
+    store.fill(paths, lambda path: not path.exists(), make)
+    assert looks == [0, 1, 2, 3] and makes == paths()
+
+
 def test_file_of_a_killed_process_is_made_by_another(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(store, "POLL_SECONDS", 0.01)
     process = start("with store.claim(path(0)):\n    time.sleep(600)", tmp_path)
