@@ -331,6 +331,14 @@ def test_a_damaged_or_lost_stage_is_named(tmp_path: Path) -> None:
     (run.dir / "decoder.pt").unlink()
     (run.dir / "decoder-5.pt").unlink()
     assert run.restore("policy") is None
+    for budget in ("", "-5"):
+        run.finish(f"decoder{budget}", 1, {"cost": {}})
+        run.once(f"rollout{budget}", lambda: {})
+    run.close()
+    (run.dir / "decoder-5.pt").write_bytes(b"damaged")
+    run = open_run(tmp_path)
+    with pytest.raises(UserError, match=r"damaged; remove decoder-5.pt, tables/rollout-5.pt, then"):  # of this budget
+        run.finished("decoder-5")
     run.close()
 
 
