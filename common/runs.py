@@ -411,12 +411,16 @@ class Run:
 
     def _made_from(self, stage: str) -> list[str]:
         """Files in the run's directory that `stage` leads to: of stages that this process has not come to yet."""
-        files = [path for path in self.dir.rglob("*.pt") if path.parent.name != "checkpoints"]
-        later = [path for path in files if path.stem not in self._complete | {stage}]
-        if stage.startswith("decoder"):  # decoder-2000: its rollout-2000 alone, nothing of other label budgets
-            budget = stage.removeprefix("decoder")
-            later = [path for path in later if path.stem in (f"rollout{budget}", f"open_loop{budget}")]
-        return sorted(str(path.relative_to(self.dir)) for path in later)
+        later = []
+        for path in sorted(self.dir.rglob("*.pt")):
+            other = path.stem.rpartition("-")[0] if path.parent.name == "checkpoints" else path.stem
+            if stage.startswith("decoder"):  # decoder-2000: its rollout-2000 alone, nothing of other label budgets
+                budget = stage.removeprefix("decoder")
+                is_later = other in (f"rollout{budget}", f"open_loop{budget}")
+            else:
+                is_later = other not in self._complete | {stage}
+            later += [str(path.relative_to(self.dir))] if is_later else []
+        return later
 
     def finish(self, stage: str, step: int, state: dict[str, Any], folder: str = ".") -> None:
         """Writes ``<stage>.pt``, which marks the stage as finished, and removes its checkpoints."""

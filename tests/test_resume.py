@@ -314,22 +314,24 @@ def test_a_loss_that_is_not_finite_stops_the_run(planted_dir: Path, tmp_path: Pa
 def test_a_damaged_or_lost_stage_is_named(tmp_path: Path) -> None:
     """What was made from a stage is not used with another outcome of it; removing all of it trains from there."""
     run = open_run(tmp_path)
-    for stage in ("decoder-5", "decoder", "policy", "lam"):  # whatever the clock said when they were written
+    for stage in ("decoder", "policy", "lam"):  # whatever the clock said when they were written
         run.finish(stage, 1, {"cost": {}})
+    run.save("decoder-5", 3, {})  # which also goes on from the policy
     left = run.save("lam", 1, {})  # as by a process that was killed right after it had finished the stage
     run.close()
     path = run.dir / "policy.pt"
     path.write_bytes(path.read_bytes()[:-100])
     run = open_run(tmp_path)
     assert run.finished("lam") and not left.exists()
-    with pytest.raises(UserError, match=rf"{path} is damaged; remove policy.pt, decoder-5.pt, decoder.pt, then"):
+    later = "checkpoints/decoder-5-00000003.pt, decoder.pt"
+    with pytest.raises(UserError, match=rf"{path} is damaged; remove policy.pt, {later}, then"):
         run.finished("policy")
     path.unlink()
     assert run.finished("policy") is None
-    with pytest.raises(UserError, match=r"policy.pt is missing, but decoder-5.pt, decoder.pt were made from it"):
+    with pytest.raises(UserError, match=rf"policy.pt is missing, but {later} were made from it"):
         run.restore("policy")
-    (run.dir / "decoder.pt").unlink()
-    (run.dir / "decoder-5.pt").unlink()
+    for name in later.split(", "):
+        (run.dir / name).unlink()
     assert run.restore("policy") is None
     for budget in ("", "-5"):
         run.finish(f"decoder{budget}", 1, {"cost": {}})
