@@ -326,7 +326,9 @@ def input_fields(args: Args) -> tuple[str, ...]:
 
 def open_split(args: Args, split: str) -> Dataset:
     """The data of a split as the method sees it, which has actions."""
-    return Dataset(args.data_dir, args.env, split, "distractor" if args.distractors else "clean").with_actions()
+    dataset = Dataset(args.data_dir, args.env, split, "distractor" if args.distractors else "clean").with_actions()
+    dataset.max_offset(args)  # seconds without a frame rate are refused before the run begins
+    return dataset
 
 
 def model_inputs(batch: Batch | LabelledBatch, args: Args) -> Tensor:
@@ -360,10 +362,8 @@ def draw(run: runs.Run, args: Args, model: LatentActionModel, test_set: Dataset,
     batch = evaluation.held_out_batch(test_set, device, ("frames", "masks"))
     candidates = test_set.transitions[:: max(1, test_set.num_transitions // 512)][:512]
     with torch.inference_mode():
-        embeddings = [
-            model.target(stacks_of(model_inputs(each, args))[2])
-            for each in sequential(test_set, 64, max_offset=1, device=device, indices=candidates)
-        ]
+        batches = sequential(test_set, 64, max_offset=1, device=device, indices=candidates)
+        embeddings = [model.target(stacks_of(model_inputs(each, args))[2]) for each in batches]
         window = model_inputs(batch, args)
         distances = torch.cdist(model(window)[0], torch.cat(embeddings))
     nearest = test_set.frames(candidates[distances.argmin(1).cpu().numpy()] + 1)

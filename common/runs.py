@@ -411,16 +411,14 @@ class Run:
 
     def _made_from(self, stage: str) -> list[str]:
         """Files in the run's directory that `stage` leads to: of stages that this process has not come to yet."""
-        later = []
+        stages = {}
         for path in sorted(self.dir.rglob("*.pt")):
-            other = path.stem.rpartition("-")[0] if path.parent.name == "checkpoints" else path.stem
-            if stage.startswith("decoder"):  # decoder-2000: its rollout-2000 alone, nothing of other label budgets
-                budget = stage.removeprefix("decoder")
-                is_later = other in (f"rollout{budget}", f"open_loop{budget}")
-            else:
-                is_later = other not in self._complete | {stage}
-            later += [str(path.relative_to(self.dir))] if is_later else []
-        return later
+            in_progress = path.parent.name == "checkpoints"
+            stages[str(path.relative_to(self.dir))] = path.stem.rpartition("-")[0] if in_progress else path.stem
+        if stage.startswith("decoder"):  # decoder-2000: its rollout-2000 alone, nothing of other label budgets
+            own = {stage.replace("decoder", name) for name in ("rollout", "open_loop")}
+            return [name for name, other in stages.items() if other in own]
+        return [name for name, other in stages.items() if other not in self._complete | {stage}]
 
     def finish(self, stage: str, step: int, state: dict[str, Any], folder: str = ".") -> None:
         """Writes ``<stage>.pt``, which marks the stage as finished, and removes its checkpoints."""

@@ -173,7 +173,9 @@ def test_the_offset_may_be_said_in_seconds(splits: tuple[Dataset, Dataset], tmp_
     """At 10 frames/s; a simulated set has no rate."""
     for seconds, frames in ((0.3, 3), (0.01, 1), (None, 10)):
         assert splits[0].max_offset(masklam.Args(max_offset_seconds=seconds)) == frames
-    args = masklam.Args(data_dir=planted.write(tmp_path / "data"), runs_dir=tmp_path / "runs", max_offset_seconds=0.3)
-    with pytest.raises(UserError, match="has no frame rate; use --max-offset, in frames"):
-        masklam.main(args)
+    data_dir = planted.write(tmp_path / "data")
+    for script in (masklam, laom_labels):
+        args = script.Args(data_dir=data_dir, runs_dir=tmp_path / "runs", num_labels=(20,), max_offset_seconds=0.3)
+        with pytest.raises(UserError, match="has no frame rate; use --max-offset, in frames"):
+            script.main(args)
     assert not (tmp_path / "runs").exists()
