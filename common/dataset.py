@@ -143,7 +143,8 @@ class Dataset:
                 f"{self.folder}: incomplete, {missing.name} is missing and {len(shards)} shards are there; finish it "
                 f"with: {self.command}"
             )
-        return shards
+        row = set(split.candidates())  # those beyond, which make_dataset.py was killed before it removed, do not count
+        return [shard for shard in shards if shard.path in row]
 
     def _open_masks(self, source: str) -> None:
         files = [derived_path(shard.path, source) for shard in self.shards]

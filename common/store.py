@@ -17,6 +17,7 @@ Several processes, on one machine or on several that share the folder, fill it t
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import glob
 import hashlib
@@ -57,10 +58,11 @@ def system_error(error: Exception, path: Path) -> OSError | None:
     """The system's own error behind one from reading a file (no permission, a failing disk, too many open files).
 
     It says nothing about the content, and nothing may be replaced because of it. None for those of HDF5 and of other
-    libraries, which have no number of the system; they may hide one of its.
+    libraries, which have no number of the system; they may hide one of its. "Invalid argument" does come from content:
+    a library asks for a place that a truncated file does not have.
     """
     for cause in (error, error.__context__):
-        if isinstance(cause, OSError) and cause.errno is not None:
+        if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL):
             return OSError(cause.errno, cause.strerror, str(path))
     return None
 

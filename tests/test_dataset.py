@@ -309,6 +309,11 @@ def test_missing_shards(copy, tmp_path):
     open_train(tmp_path)
     shard_file(tmp_path, 2).unlink()
     assert "incomplete, 00002.h5 is missing" in error_of(tmp_path)
+    # One made beyond the last by a process that was killed is no part of the set.
+    write(tmp_path / "more", num_shards=None, success=True, num_transitions=sum(map(sum, LENGTHS[:2])))
+    more = open_train(tmp_path / "more")
+    shard_file(tmp_path / "more", 2).unlink()
+    assert len(more.shards) == 2 and more.hash == open_train(tmp_path / "more").hash
 
 
 @pytest.mark.parametrize("name", ["action", "clean/observation", "distractor/mask"])
