@@ -118,6 +118,7 @@ def describe(options: Any) -> tuple[dict[str, Any], str]:
     values = {name: value for name, value in vars(options).items() if name not in ("data_dir", "verify")}
     folders = {name: values[name] is not None for name in ("folder", "masks", "actions") if name in values}
     start = f"python import_data.py {kind} {getattr(options, 'task', 'DIR')}"
+    start += " --from COPY" if kind == "authors" and options.folder else ""
     hidden = ("data_dir", "verify", "task", "folder")
     return {"kind": kind} | values | folders, describe_command(start, options, type(options), hidden)
 
@@ -141,7 +142,7 @@ def open_source(options: Videos | Lerobot | Authors) -> tuple[Source, Callable[[
     """Where the data are, what reads them, and the files by whose names and sizes a later run knows them again."""
     if isinstance(options, Videos):
         pictures = media.VIDEO_SUFFIXES | media.IMAGE_SUFFIXES
-        suffixes = {"folder": pictures, "masks": media.IMAGE_SUFFIXES | {".npy"}, "actions": {*recordings.TABLES}}
+        suffixes = {"folder": pictures, "masks": media.IMAGE_SUFFIXES | {".npy"}, "actions": {*media.TABLES}}
         source, files = Source(options.folder, options.skip_bad), {}
         for name, read in suffixes.items():
             if (folder := getattr(options, name)) is not None:

@@ -9,7 +9,7 @@ command to resume. Several GPUs share the work: run it once on each.
 
 --import reads DIR/<env>/<split>/<render>/00000.npy, (frames, height, width), or a folder 00000/ of one-channel PNGs in
 the order of their numbers: one per episode, numbered through the split, with a mask for each frame, the last one too.
-Rerun it after masks in DIR have changed.
+<render> is clean, distractor or, of videos, video. Rerun it after masks in DIR have changed.
 
 Datasets of import_data.py need --box, or --boxes FILE with one for each episode; --show-boxes draws them first. Their
 masks in --import may also lie in DIR itself, under the names of the videos: DIR/<name>.npy or DIR/<name>/.
@@ -29,7 +29,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import tyro
 
-from common import media, pictures, runs, sam, store
+from common import media, pictures, recordings, runs, sam, store
 from common.cli import Count, Name, Range, UserError, cli
 from common.dataset import Dataset
 from common.shards import (
@@ -110,6 +110,10 @@ Segment = Callable[[Job, Shard, str, StoppableProgress], np.ndarray]
 def open_jobs(args: Args) -> list[Job]:
     """The datasets to work on. UserError if one is missing, incomplete or lacks the render, or the box is not in it."""
     envs = [args.env] if args.env != "all" else [env for env in TASKS if (args.data_dir / env).is_dir()]
+    if args.box and args.boxes:
+        raise UserError("--box and --boxes both say where the agent is; give one of them")
+    if args.import_dir and (args.box or args.boxes or args.checkpoint):
+        raise UserError("--import takes masks as they are; leave out --box, --boxes and --checkpoint")
     if not envs:
         raise UserError(f"{args.data_dir}: no datasets here; make them with: python make_dataset.py --env all")
     jobs = []
@@ -265,20 +269,20 @@ def episode_paths(folder: Path, episodes: int) -> list[Path]:
     return paths
 
 
-def named_paths(folder: Path, sources: list[str]) -> list[Path]:
-    """The files (.npy) or folders of masks that are named like the videos `sources`. UserError if one is missing."""
-    if len(set(sources)) < len(sources):
+def named_paths(folder: Path, dataset: Dataset) -> list[Path]:
+    """The files (.npy) or folders of masks that are named like the videos of a split. UserError if one is missing."""
+    videos = [
+        Path(split, name)
+        for split in recordings.SPLITS
+        for name in Dataset(dataset.data_dir, dataset.env, split, None).episode_values("source")
+    ]
+    if dataset.plan["source"].get("clip_seconds") and len({video.name for video in videos}) < len(videos):
         raise UserError(
-            "--import: the videos were cut into several episodes each; number the masks by episode, see --help"
+            "--import: the videos were cut into several episodes each, so masks are numbered by episode: "
+            f"DIR/{dataset.env}/{dataset.split}/{dataset.plan['renders'][0]}/00000.npy and so on"
         )
-    paths = []
-    for source in sources:
-        names = (source, Path(source).stem if Path(source).suffix.lower() in media.VIDEO_SUFFIXES else source)
-        found = [folder / f"{name}.npy" for name in names] + [folder / name for name in names]
-        paths += [path for path in found if path.is_dir() or path.is_file()][:1]
-        if not paths or paths[-1] not in found:
-            raise UserError(f"--import: {folder} has no {names[1]}.npy and no folder {names[1]} for {source}")
-    return paths
+    find = recordings.beside(folder, recordings.MASKS, videos)
+    return [find(video) for video in videos if video.parent.name == dataset.split]
 
 
 def read_episode(path: Path, frames: int, size: int) -> np.ndarray:
@@ -309,7 +313,7 @@ def check_import(args: Args, jobs: list[Job]) -> Segment:
         for job, render in [(each, render) for each in jobs for render in each.renders]:
             folder = args.import_dir / job.dataset.env / job.dataset.split / render
             if job.dataset.is_recorded and not folder.is_dir():
-                paths = iter(named_paths(args.import_dir, job.dataset.episode_values("source")))
+                paths = iter(named_paths(args.import_dir, job.dataset))
             else:
                 paths = iter(episode_paths(folder, job.dataset.num_episodes))
             agent_seen = False

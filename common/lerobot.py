@@ -162,6 +162,11 @@ def read_lerobot(source: Source, robot: Robot, action: str | None) -> None:
     order = np.lexsort((rows["frame"][:, 0], rows["episode"][:, 0]))
     rows = {name: values[order] for name, values in rows.items()}
 
+    with source.checked():
+        unlisted = sorted({*rows["episode"][:, 0].tolist()} - robot.listed.keys())
+        if unlisted and not any(isinstance(number, str) for number in robot.listed):  # which may be these
+            some = ", ".join(map(str, unlisted[:5]))
+            raise UserError(f"{root / 'meta'}: the tables have {len(unlisted)} episodes that it does not list: {some}")
     pictures = Pictures(root, source.files, source.columns, {})
     good = [entry for entry in robot.listed.values() if isinstance(entry, tuple)]
     ends: dict[str, int] = defaultdict(int)  # the frames that each video must have

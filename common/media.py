@@ -5,6 +5,7 @@ Whatever is wrong with a file is a `UserError` of one line that names it.
 
 import contextlib
 import errno
+import glob
 import io
 import os
 import re
@@ -25,6 +26,7 @@ from common.store import system_error
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp"})
 VIDEO_SUFFIXES = frozenset({".mp4", ".avi", ".mov", ".mkv", ".webm", ".gif"})
+TABLES = (".npy", ".csv", ".parquet")
 MP4_BOXES = {b"ftyp", b"styp", b"moov", b"sidx", b"moof", b"mdat", b"mfra", b"free", b"wide", b"uuid"}
 
 
@@ -41,8 +43,8 @@ def listing(folder: Path) -> list[Path]:
 
 def walk(folder: Path, suffixes: Set[str]) -> list[Path]:
     """The files with these suffixes in a folder and below it, sorted, without names that begin with a dot."""
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes and path.is_file())
-    paths = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    found = map(Path, glob.iglob(f"{glob.escape(str(folder))}/**", recursive=True))  # it follows links to folders
+    paths = sorted(path for path in found if path.suffix.lower() in suffixes and path.is_file())
     for path in paths:
         _check_name(path)
     return paths
@@ -56,8 +58,20 @@ def _check_name(path: Path) -> None:
 
 
 def image_files(folder: Path) -> list[Path]:
-    """The images in a folder, in natural order. Raises `UserError` as `listing` does, also for 1.png beside 1.jpg."""
-    return in_order((path for path in listing(folder) if path.suffix.lower() in IMAGE_SUFFIXES), lambda path: path.stem)
+    """The images in a folder, in natural order. Raises `UserError` as `listing` does, also for 1.png beside 1.jpg.
+
+    And for names such as 1.9 and 1.10, which as times stand in another order than as numbers.
+    """
+    paths = [path for path in listing(folder) if path.suffix.lower() in IMAGE_SUFFIXES]
+    paths = in_order(paths, lambda path: path.stem)
+    times = [re.fullmatch(r"(.*?)(\d+)\.(\d+)", path.stem) for path in paths]
+    if all(times) and len({time[1] for time in times}) == 1:
+        values = [(int(time[2]), time[3]) for time in times]  # digits after the point compare like words
+        for number in range(len(values) - 1):
+            if values[number] > values[number + 1]:
+                names = f"{paths[number].name} and {paths[number + 1].name}"
+                raise UserError(f"{folder}: the order of {names} is not clear; give all as many decimals")
+    return paths
 
 
 def in_order(paths: Iterable[Path], name: Callable[[Path], str]) -> list[Path]:
@@ -80,8 +94,12 @@ def kind_of(path: Path) -> str:
 
 
 def episode_name(path: Path) -> str:
-    """The name of a recording and of what belongs to it. Some systems write accents apart from their letters."""
-    return unicodedata.normalize("NFC", path.name if path.is_dir() else path.stem)
+    """The name of a recording and of what belongs to it. Some systems write accents apart from their letters.
+
+    Of a path that is not there, what looks like a file's name is one.
+    """
+    is_file = path.suffix.lower() in VIDEO_SUFFIXES | {*TABLES} and not path.is_dir()
+    return unicodedata.normalize("NFC", path.stem if is_file else path.name)
 
 
 # --- pictures ---
@@ -282,10 +300,11 @@ def _check_length(path: Path) -> None:
             head = file.read(16)
             if head[:4] == b"RIFF":
                 size = int.from_bytes(head[4:8], "little")  # without these 8 bytes, which some programs count too
+                size %= 2**32 - 1  # what a program writes that does not know it yet, and cannot come back
             elif head[4:8] in MP4_BOXES:
                 size = int.from_bytes(head[8:16] if head[:4] == b"\0\0\0\1" else head[:4], "big")
             else:
-                size = 8 if end and len(head) < 8 else 0  # cut off in what says how long a part is
+                size = 8 if end and len(head) < 8 and any(head) else 0  # cut off in what says how long a part is
             if size < 8:  # something else, or a part that goes on to the end of the file
                 return
             end += size

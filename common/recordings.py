@@ -7,6 +7,7 @@ is wrong shows before the first shard; `Pictures` decodes the frames that are st
 import contextlib
 import csv
 import io
+import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +26,6 @@ from common import media
 from common.cli import Progress, Stopped, UserError, stop_requested
 
 SPLITS = ("train", "test")
-TABLES = (".npy", ".csv", ".parquet")
 MASKS = (".npy", "/")  # a slash stands for a folder of images
 PERCENTILES = (0.1, 99.9)  # of the train actions in a dimension, which become -1 and 1
 CONSTANT = 1e-6  # the range, relative to the values, below which a dimension counts as constant
@@ -82,8 +82,8 @@ class Recording:
             missing = np.full((len(kept) - len(starts), values.shape[1]), np.nan)
             tables[name] = np.concatenate([tables[name], missing])
         seconds = None if self.seconds is None else self.seconds[kept]
-        if seconds is None and fps is not None:
-            seconds = np.arange(len(kept)) / fps
+        if fps is not None:  # the beats, also where a variable rate pauses
+            seconds = (0.0 if seconds is None else seconds[:1]) + np.arange(len(kept)) / fps
         return replace(self, place=self.place[kept], seconds=seconds, tables=tables)
 
     def clips(self, length: float | None) -> Episodes:
@@ -198,8 +198,13 @@ def read_table(path: Path, frames: int) -> tuple[list[np.ndarray], list[str] | N
             named = _has_header(path, text, frames)
             options = pyarrow.csv.ReadOptions(autogenerate_column_names=not named)
             table = pyarrow.csv.read_csv(io.BytesIO(text.encode()), options)
+            if len(table) < frames and not all(line.strip() for line in text.rstrip().splitlines()):
+                raise UserError(f"{path}: has empty lines, and {len(table)} rows for {frames} frames; are they rows?")
         else:
             table = pq.read_table(path)
+            # What pandas keeps beside the columns, often the numbers of the rows.
+            index = json.loads((table.schema.metadata or {}).get(b"pandas", "{}")).get("index_columns", [])
+            table = table.drop_columns([name for name in index if name in table.column_names])
         return [matrix(table[name], path) for name in table.column_names], table.column_names if named else None
 
 
@@ -278,7 +283,7 @@ def in_threads(work: Callable[[Any], Any], items: list[Any], name: str) -> Itera
     """The finished job of each item, in order. Equal items share one. Close it to cancel those that wait."""
     pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))  # decoding is ffmpeg's work
     try:
-        jobs = {item: pool.submit(work, item) for item in items}
+        jobs = {item: pool.submit(work, item) for item in dict.fromkeys(items)}
         with Progress(name, len(items), "recordings") as progress:
             for item in items:
                 wait([jobs[item]])
@@ -294,15 +299,17 @@ def read_videos(source: Source, masks: Path | None, actions: Path | None) -> Non
     split_by_folder = all(folder.is_dir() for folder in splits)
     listed = [path for folder in (splits if split_by_folder else [source.root]) for path in media.listing(folder)]
     paths = [path for path in listed if media.kind_of(path) in media.VIDEO_SUFFIXES | {"/"}]
-    if others := sorted({path.name for path in listed} - {path.name for path in paths}):
+    beyond = {path for path in media.listing(source.root) if split_by_folder} - {*splits}
+    if others := sorted(str(path.relative_to(source.root)) for path in ({*listed} - {*paths}) | beyond):
         kinds = " ".join(sorted(media.VIDEO_SUFFIXES))
-        print(f"not taken: {', '.join(others[:9])}{' ...' if others[9:] else ''}; videos end in {kinds}")
+        where = ", and lie in train or test, as there are such folders" if beyond else ""
+        print(f"not taken: {', '.join(others[:9])}{' ...' if others[9:] else ''}; videos end in {kinds}{where}")
     if not paths:
         raise UserError(f"{source.root}: holds no video files and no folders of images, one for each episode")
     names = [(path.parent, media.episode_name(path)) for path in paths]
     if len(set(names)) < len(names):
         raise UserError(f"{source.root}: two episodes are called {max(names, key=names.count)[1]}; rename one")
-    find_masks, find_actions = beside(masks, MASKS, paths), beside(actions, TABLES, paths)
+    find_masks, find_actions = beside(masks, MASKS, paths), beside(actions, media.TABLES, paths)
 
     def read(path: Path) -> tuple[Recording, Path | None, list[np.ndarray], list[str] | None]:
         mask, table = find_masks(path), find_actions(path)

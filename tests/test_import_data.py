@@ -209,7 +209,7 @@ def test_clips_of_a_long_video(tmp_path):
     assert plan.attributes["source"]["skipped"] == ["1 episodes of fewer than two frames"]
 
 
-def test_folders_named_train_and_test_are_the_splits(tmp_path):
+def test_folders_named_train_and_test_are_the_splits(tmp_path, capsys):
     """What belongs to one name in both lies in folders train and test too, or cannot be told."""
     for number, split in enumerate(("train", "test")):
         write_video(tmp_path / f"source/{split}/1.mp4", 4 + number)
@@ -223,7 +223,11 @@ def test_folders_named_train_and_test_are_the_splits(tmp_path):
         run(tmp_path, *words, tmp_path / "actions")
     run(tmp_path, *words, tmp_path / "mirrored", "--masks", tmp_path / "masks")
     (tmp_path / "source/test/1.mp4").rename(tmp_path / "source/test/2.mp4")
+    for name in ("val/3.mp4", "4.mp4"):
+        write_video(tmp_path / f"source/{name}", 4)
+    capsys.readouterr()
     run(tmp_path / "flat", *words, tmp_path / "actions")
+    assert "not taken: 4.mp4, val; videos end in .avi" in capsys.readouterr().out
     for number, split in enumerate(("train", "test")):
         dataset = Dataset(tmp_path, "own", split)
         assert dataset.num_frames == Dataset(tmp_path / "flat", "own", split).num_frames == 4 + number
@@ -354,6 +358,20 @@ def test_what_is_a_header(tmp_path, first, rows, found):
     assert [len(column) for column in columns] == [found] * 2 and (names is None) == (found > rows)
 
 
+def test_empty_lines_and_the_numbers_of_rows(tmp_path):
+    """An empty line may be a row whose action is missing; what pandas keeps beside the columns is no action."""
+    path = tmp_path / "a.csv"
+    path.write_text("speed\n\n" + "0.5\n\n" * 9)
+    assert len(recordings.read_table(path, 9)[0][0]) == 9
+    with pytest.raises(UserError, match="has empty lines, and 9 rows for 10 frames; are they rows"):
+        recordings.read_table(path, 10)
+    table = pa.table({"x": [0.5, 1.5], "__index_level_0__": [100, 101]})
+    about = {"pandas": json.dumps({"index_columns": ["__index_level_0__"]})}
+    pq.write_table(table.replace_schema_metadata(about), tmp_path / "a.parquet")
+    columns, names = recordings.read_table(tmp_path / "a.parquet", 2)
+    assert names == ["x"] and columns[0].tolist() == [[0.5], [1.5]]
+
+
 def test_columns_in_another_order(tmp_path, clips):
     """They are put into the order of the first file, by their names."""
     for name, frames in CLIPS.items():
@@ -379,6 +397,9 @@ def test_actions_of_a_frame_that_is_shown_twice(how):
     found = recording.at_rate(10, None, how).tables["action"][:-1, 0]
     repeated = [0, 0] if how == "sum" else [1e4, 1e4]
     assert np.allclose(found, [1, 10, 100, 1000, *repeated, 1e4, 1e5, 1e6, 1e7])
+    clips = recording.at_rate(10, None, how).clips(0.2)  # a pause is as long as it lasts
+    assert [len(clip.place) for clip in clips] == [2, 2, 2, 2, 2, 1]
+    assert np.allclose([clip.seconds[0] for clip in clips], np.arange(6) / 5)
 
 
 @pytest.mark.parametrize(
@@ -685,9 +706,19 @@ def test_wrong_files_of_tables_in_the_list_do_no_harm(tmp_path, robots):
     assert all((ours[key]["action"][:-1] == theirs[key]["action"][:-1]).all() for key in theirs)
 
 
-def test_a_folder_called_video(tmp_path, robots):
+def test_a_video_of_several_episodes_is_counted_once(tmp_path, robots, monkeypatch):
+    decoded = []
+    monkeypatch.setattr(lerobot, "decode_all", lambda path: decoded.append(path.name) or recordings.decode_all(path))
+    run(tmp_path, "lerobot", robots["v3.0"])
+    assert sorted(decoded) == ["file-000.mp4", "file-001.mp4"]
+
+
+def test_a_folder_called_video_and_linked_folders(tmp_path, robots):
     shutil.copytree(robots["v2.1"], tmp_path / "robot")
     (tmp_path / "robot/videos").rename(tmp_path / "robot/video")
+    for name in ("data", "video"):
+        (tmp_path / "robot" / name).rename(tmp_path / name)
+        (tmp_path / "robot" / name).symlink_to(tmp_path / name)
     run(tmp_path, "lerobot", tmp_path / "robot")
     assert opened(tmp_path)["episode 4", 0.0]["shown"] == list(range(4, 15))
 
@@ -721,6 +752,7 @@ BAD_EPISODES: list[tuple[str, Any, str]] = [
     (VIDEO, truncated_video, r"episode_000001\.mp4: is cut off"),
     (VIDEO, partial(write_video, count=6), r"episode_000001\.mp4: has 6 frames, its episodes have 7"),
     (VIDEO, partial(write_video, count=9), r"episode_000001\.mp4: has 9 frames, its episodes have 7"),
+    (LIST, replaced('{"episode_index": 1, "tasks": ["move"], "length": 7}', ""), "meta: the tables have 1 .* list: 1"),
     (LIST, replaced('1, "tasks": ["move"], "length": 7}', "1"), f"{NO_LIST}.*episode_index"),
     (LIST, replaced('"length": 7', '"length": null'), f"{NO_LIST}.*NoneType"),
     (TABLE, partial(set_column, name="action", values=ONE_NAN), "row 3: action is not finite, in episode 1"),
@@ -929,6 +961,7 @@ def test_authors(tmp_path, task, folder, distractor, renders):
         truth = Dataset(tmp_path, task, split, renders[-1])
         assert masks.sum() == 32 and masks[:8, 3:7].all()
         assert np.unpackbits(truth.masks(np.array([3]))).reshape(size, size)[3:7, :8].all()
+    assert truth.command.startswith(f"python import_data.py authors {task} --from COPY")
     before = contents(tmp_path / task)
     (tmp_path / task / "train/00001.sam.h5").unlink()
     run(tmp_path, "authors", task, "--distractor", distractor, "--from", tmp_path / "hub")

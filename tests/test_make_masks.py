@@ -22,7 +22,7 @@ from common.cli import UserError
 from common.dataset import Dataset
 from common.distractors import DistractorConfig
 from common.envs import make_env
-from common.shards import read_derived, read_shard
+from common.shards import read_derived, read_shard, write_shard
 from common.tasks import TASKS
 
 NAMES = ("test/00000", "test/00001", "train/00000", "train/00001")  # of the planted shards
@@ -198,6 +198,8 @@ def test_other_settings_are_refused_and_another_name_is_not(masked, given, check
         ({"box": (0, 0, 33, 10)}, "--box 0 0 33 10 does not lie in the frames of cheetah-run"),
         ({"name": "gt"}, "--name 'gt'"),
         ({"import_dir": Path("tests")}, "--import needs a --name"),
+        ({"import_dir": Path("tests"), "name": "mine", "box": (0, 0, 9, 9)}, "--import takes masks as they are"),
+        ({"boxes": Path("boxes.json"), "box": (0, 0, 9, 9)}, "--box and --boxes both say where the agent is"),
         ({"import_dir": Path("nowhere"), "name": "mine"}, r"--import: nowhere.* needs 00000.npy .*; 2 missing"),
     ],
 )
@@ -243,6 +245,34 @@ def test_an_import_has_every_episode(tmp_path):
     (tmp_path / "00001.NPY").touch()
     with pytest.raises(UserError, match=r"5 episodes; 2 missing: \['00003', '00004'\], 1 too many: \['first'\]"):
         make_masks.episode_paths(tmp_path, 5)
+
+
+def test_masks_by_the_names_of_the_videos(tmp_path):
+    """Each video has its own masks: one file for videos in train and test, or for parts of one, is refused."""
+    data, given = planted.write_recorded(tmp_path, train=2, test=2, length=2), tmp_path / "given"
+
+    def call_videos(clip_seconds: float | None) -> None:
+        for split, second in (("train", "b.mp4"), ("test", "cafe\u0301.mp4")):
+            shard = read_shard(data / f"own/{split}/00000.h5")
+            plan = shard.plan | {"source": {"kind": "videos", "clip_seconds": clip_seconds}}
+            write_shard(shard.path, plan, shard.arrays, {"source": ["a.mp4", second], "start_seconds": [0.0, 0.0]})
+
+    for number, name in enumerate(("a", "b", "train/a", "train/b", "test/a", "test/caf\u00e9")):
+        (given / name).parent.mkdir(parents=True, exist_ok=True)
+        np.save(given / f"{name}.npy", np.arange(3 * 32 * 32).reshape(3, 32, 32) % 7 == number)
+    call_videos(1.0)
+    with pytest.raises(UserError, match=r"cut into several .* numbered by episode: DIR/own/train/video/00000.npy"):
+        make(data, env="own", import_dir=given, name="mine")
+    call_videos(None)
+    make(data, env="own", import_dir=given, name="mine")
+    for split, numbers in (("train", (2, 3)), ("test", (4, 5))):
+        dataset = Dataset(data, "own", split, mask_source="mine")
+        masks = make_masks.unpack(dataset.masks(np.arange(6)), 32)
+        expected = [np.arange(3 * 32 * 32).reshape(3, 32, 32) % 7 == number for number in numbers]
+        assert np.array_equal(masks, np.concatenate(expected))
+    shutil.rmtree(given / "test")
+    with pytest.raises(UserError, match="train and test both have a, so folders train and test are needed here too"):
+        make(data, env="own", import_dir=given, name="other")
 
 
 def test_imported_masks_that_are_all_empty_are_refused_and_mostly_empty_ones_announced(data, given, capsys):

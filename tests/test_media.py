@@ -83,6 +83,20 @@ def test_names_are_in_natural_order_and_hidden_ones_are_ignored(tmp_path, place)
     assert read(tmp_path) == ([0, 1, 2] if place == "masks" else names)
 
 
+def test_images_that_are_named_by_their_times(tmp_path):
+    """With as many decimals they are in order; otherwise the digits behind the point are no number of their own."""
+    for name in ("same", "other"):
+        (tmp_path / name).mkdir()
+    for number in range(4):
+        write_masks(tmp_path / "same", [f"t{99.9 + number / 20:.2f}.png"])
+        write_masks(tmp_path / "other", [f"t{round(99.9 + number / 20, 2)}.png"])
+    names = [path.name for path in media.image_files(tmp_path / "same")]
+    assert names == ["t99.90.png", "t99.95.png", "t100.00.png", "t100.05.png"]
+    assert [path.stem for path in media.image_files(tmp_path / "other")] == ["t99.9", "t99.95", "t100.0", "t100.05"]
+    write_masks(tmp_path / "other", ["t100.1.png"])
+    assert_refused(media.image_files, tmp_path / "other", r"order of t100\.1\.png and t100\.05\.png is not clear")
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_names_with_the_same_number_or_not_in_utf8_are_refused(tmp_path, place):
     names, write, read = PLACES[place]
@@ -255,6 +269,18 @@ def test_a_video_that_is_cut_off_is_one_line(videos, tmp_path, name):
     for share in (0.3, 0.6, 0.9):
         (tmp_path / name).write_bytes(data[: int(share * len(data))])
         assert_refused(lambda path: list(media.frames(path)), tmp_path / name)
+
+
+@pytest.mark.parametrize("more", [1, 7, 20])
+def test_zeros_behind_a_video_and_a_length_that_was_not_known(videos, tmp_path, more):
+    """As copies by blocks and AVIs written to a pipe have them; nothing is cut off."""
+    content = bytearray((videos / "h264.mp4").read_bytes()) + bytes(more)
+    (tmp_path / "zeros.mp4").write_bytes(content)
+    content = bytearray((videos / "mpeg4.avi").read_bytes())
+    content[4:8] = b"\xff" * 4
+    (tmp_path / "mpeg4.avi").write_bytes(content)
+    for path in tmp_path.iterdir():
+        assert len(list(media.frames(path))) == 28
 
 
 @pytest.mark.parametrize("suffix", sorted(media.VIDEO_SUFFIXES))
