@@ -49,6 +49,13 @@ def read_run(folder: Path) -> report.Run:
     return report.Run(folder, **names, result=result)
 
 
+def open_split(module: Any, run_args: Any, split: str) -> Dataset:
+    """A split as the model sees it; what only training needs, such as actions, may be absent."""
+    if "masks" in module.input_fields(run_args):
+        return module.open_split(run_args, split)
+    return Dataset(run_args.data_dir, run_args.env, split, "distractor" if run_args.distractors else "clean")
+
+
 def export(args: Args, dataset: Dataset, module: Any, run_args: Any, model: torch.nn.Module, folder: Path) -> None:
     """Writes the files of a split and prints where they are."""
     device, seen = next(model.parameters()).device, module.input_fields(run_args)
@@ -80,7 +87,7 @@ def main(args: Args) -> None:
         changes["mask_source"] = args.mask_source
     run_args = replace(run_args, **changes)
     splits = ("train", "test") if args.split == "both" else (args.split,)
-    datasets = [module.open_split(run_args, split) for split in splits]
+    datasets = [open_split(module, run_args, split) for split in splits]
     name = changes["env"] + (f"-{args.mask_source}" if args.mask_source else "")
     for dataset in datasets:
         if dataset.image_size != size:

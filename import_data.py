@@ -193,7 +193,7 @@ def make_plan(path: Path, options: Any, source: Source, read: Callable[[], Any],
     digest = hashlib.sha256(json.dumps(settings["files"], sort_keys=True).encode()).hexdigest()
     lengths = {split: [len(one.place) for one in source.recordings if one.split == split] for split in SPLITS}
     about = {"source": settings | {"files": digest}}
-    plans = {split: plan | shards.divide(plan, each) | {"split": split} | about for split, each in lengths.items()}
+    plans = {split: shards.divide(plan, each) | plan | {"split": split} | about for split, each in lengths.items()}
     starts = [0.0 if one.seconds is None else float(one.seconds[0]) for one in source.recordings]
     episodes = {"source": [one.name for one in source.recordings], "start_seconds": starts}
     found = {name: getattr(source, name) for name in ("columns", "masks", "skipped")} | {"files": list(source.files)}

@@ -474,7 +474,7 @@ def main(args: Args) -> None:
     options = {"seed": args.seed, "device": device, "on_device": args.data_on_gpu}  # of every sampler
     # Stage 1: the latent action model.
     # --- method: stages ---
-    run.costs["flow"] = {"seconds": sum(attach_flow(split, args, device) for split in (train_set, test_set))}
+    run.spent("flow", sum(attach_flow(split, args, device) for split in (train_set, test_set)))
     for split in (train_set, test_set):  # the same RAFT made both
         run.add_identity("raft_weights_hash", split.attached["raft"]["weights"])
     model = LatentActionModel(args, size, action_dim).apply(orthogonal_init)

@@ -570,7 +570,8 @@ def main(args: Args) -> None:
     of_frames = partial(evaluation.table, run, batch_size=frames_at_once, device=device, max_offset=0)
     slots = of_frames("slots_labelled", lambda batch: extract(batch)[0], train_set, labelled)
     scores = probe_slots(slots, train_set, labelled, args.pca_components, args.probe_folds)
-    selected = min(scores, key=lambda score: score["nmse"])["slot"]  # counted from 1
+    best = min(scores, key=lambda score: score["nmse"])["slot"]  # counted from 1
+    selected = run.earlier.get("slots", {}).get("selected", best)  # what later stages have been trained on stays
     watched = np.arange(test_set.episode_start[min(16, test_set.num_episodes)])  # whole episodes
     attention = of_frames("slots_attention", lambda batch: extract(batch)[1], test_set, watched)
     draw_slots(run.dir / "slots.png", test_set, attention, selected)

@@ -110,7 +110,11 @@ class Row:
         for envs, suite in zip(self.over(column), column.suites):
             notes += [f"over {len(envs)} of {len(suite)} tasks"] if 0 < len(envs) < len(suite) else []
         cells = {env: self.cells[env, column.render] for env in itertools.chain(*column.suites)}
-        notes_of = {env: cell.notes for env, cell in cells.items() if cell.values(column.metric) or not cell.runs}
+        counts = {env: len(cell.values(column.metric)) for env, cell in cells.items()}
+        notes_of = {env: list(cell.notes) for env, cell in cells.items() if counts[env] or not cell.runs}
+        for env in notes_of:
+            if counts[env] < len(cells[env].runs):
+                notes_of[env].append(f"{counts[env]} of {len(cells[env].runs)} runs have it")
         averaged = list(itertools.chain(*self.over(column)))
         for note in dict.fromkeys(itertools.chain(*notes_of.values())):
             envs = [env for env in notes_of if note in notes_of[env]]
@@ -298,6 +302,8 @@ def cost_table(context: Context) -> Item:
         cells = [cell for (env, _), cell in row.cells.items() if env in envs and cell.runs]
         by_machine = collections.defaultdict(list)
         for result in (run.result for cell in cells for run in cell.runs):
+            if "policy" not in result["stages"]:  # a run of stage 1 alone
+                continue
             by_machine[result["machine"].get("gpu") or result["machine"]["cpu"]].append(result)
         for machine, members in by_machine.items():
             hours = collections.Counter()  # by stage, mean over the runs
@@ -534,7 +540,7 @@ def experiment_figure(context: Context, name: str) -> Item:
 
 def learning_curves(context: Context) -> Item:
     """NMSE against samples, from the probes on the way (--probe-at) of all runs, also of those not finished yet."""
-    item = Item("learning_curves", "NMSE against samples", "Sweeps", "python masklam.py --probe-at 1000 10000 100000")
+    item = Item("learning_curves", "NMSE against samples", "Sweeps", "python masklam.py --probe-at 1000 10000 30000")
     item.text = (
         "Means over seeds; intervals: one standard deviation (n - 1). Dashed: the untrained control, of finished runs. "
         "Stars: the paper's numbers, at the samples that they took."
@@ -864,11 +870,12 @@ def compare(run_dirs: list[Path]) -> str:
         texts = ["-" if value is None else form.format(value) for value, form in values]
         item.add(run.script, [run.env, run.variant, str(run.seed), *texts])
         if "eval/nmse" in metrics:
-            seeds[f"{run.script} {run.env} {run.variant}"].append(metrics["eval/nmse"])
+            data = tuple(run.args.get(f"{name}_hash") for name in ("train", "test", "mask"))
+            seeds[f"{run.script} {run.env} {run.variant}", data].append((run.seed, metrics["eval/nmse"]))
     lines = [item.markdown()]
-    for name, values in seeds.items():
-        if len(values) > 1:
-            lines.append(f"{name}: NMSE {number(report.stat(values))} over {len(values)} seeds")
+    for (name, _), values in seeds.items():
+        if 1 < len(values) == len({seed for seed, _ in values}):  # else they differ in something else
+            lines.append(f"{name}: NMSE {number(report.stat([nmse for _, nmse in values]))} over {len(values)} seeds")
     return "\n".join([*lines, *(picture for run in members for picture in run.result.get("pictures", []))])
 
 
@@ -919,7 +926,9 @@ def main(args: Args) -> None:
         if stop_requested():
             raise Stopped("what is drawn stays; rerun the same command to draw everything again")
     about = f"{len(context.finished)} finished runs of {len(members)} in {args.runs_dir}, {scale}, {args.seeds} seeds "
-    about += f"asked for; commits: {', '.join(sorted({run.commit for run in context.finished})) or 'none'}. "
+    about += (
+        f"asked for; commits: {', '.join(sorted(set().union(*(run.commits for run in context.finished)))) or 'none'}. "
+    )
     path = report.page(args.out / "index.html", "MaskLAM: tables and figures", about + " ".join(problems), items)
     missing = sum(bool(item.missing) for item in items)
     print(f"{len(items) - missing} tables and figures, {missing} with something missing: {path}")

@@ -105,6 +105,7 @@ def read_authors(
         "state_dim": task.state_dim,
         "action_dim": task.action_dim,
         "success": meta_world,
+        "episode_length": task.max_steps,  # where none was as long, all ended by success
         "expert": "authors",
         "expert_sha256": "",
         "distractors": distractors if "distractor" in observations else None,  # which clips they took is not known

@@ -395,7 +395,7 @@ def evaluate(
 
     Returns for each decoder ``num_labels`` and what `rollout` and `normalised_score` give, or `recorded.open_loop`.
     """
-    args, train_set, test_set, result = run.args, run.train_set, run.test_set, run.dir / "result.json"
+    args, train_set, test_set = run.args, run.train_set, run.test_set
 
     def evaluate_decoder(decoder: torch.nn.Module, num_labels: int) -> dict[str, Any]:
         policy = partial(act, decoder=decoder)
@@ -409,8 +409,7 @@ def evaluate(
         rolled = rollout(policy, test_set, distractors, args, device)
         return normalised_score(rolled, get_task(args.env), train_set) | rolled
 
-    earlier = read_json(result)["decoders"] if result.exists() else []
-    decoded = {entry["num_labels"]: entry for entry in earlier}  # of a run that gets further budgets
+    decoded = {entry["num_labels"]: entry for entry in run.earlier.get("decoders", [])}
     for num_labels in sorted(decoders.keys() - decoded.keys()):
         stage = runs.of_budget("open_loop" if test_set.is_recorded else "rollout", num_labels, args)
         evaluated = run.once(stage, partial(evaluate_decoder, decoders[num_labels], num_labels))

@@ -38,10 +38,11 @@ class Run:
     result: dict[str, Any] | None = None
 
     @property
-    def commit(self) -> str:
-        """The first letters of a finished run's commit, with the mark of uncommitted changes."""
-        commit = self.result["commit"] or "unknown"
-        return commit[:8] + commit[40:]
+    def commits(self) -> set[str]:
+        """The first letters of the commits of a finished run's stages, with the mark of uncommitted changes."""
+        last = self.result["commit"]
+        stages = (stage.get("commit", last) for stage in self.result["stages"].values())
+        return {commit[:8] + commit[40:] for commit in (each or "unknown" for each in (last, *stages))}
 
     def metrics(self, budget: int | None = None) -> dict[str, float | None]:
         """What a finished run measured. budget: the scores of its decoder with so many labels; empty without one."""
@@ -146,7 +147,7 @@ def make_cell(members: list[Run], seeds: int, budget: int | None = None) -> Cell
     cell.mixed = any(key.endswith("_hash") for key in different)
     if different:
         cell.notes.append(f"seeds differ in {', '.join(different)}{', not averaged' if cell.mixed else ''}")
-    commits = sorted({run.commit for run in finished})
+    commits = sorted(set().union(*(run.commits for run in finished)))
     if len(commits) > 1:
         cell.notes.append(f"different commits: {', '.join(commits)}")
     elif commits[0].endswith("+changes"):

@@ -245,7 +245,8 @@ class Run:
         self._check_args()
         self.train_set = self.test_set = None  # see `open`
         self.about: dict[str, Any] = {}  # what a method adds to the result
-        self.costs: dict[str, dict[str, float]] = {}  # seconds and more of each stage
+        self.earlier: dict[str, Any] = {}  # the result, where a run goes on that had fewer stages or budgets
+        self.costs: dict[str, dict[str, Any]] = {}  # seconds, the commit and more of each stage
         self.commit, self.versions = git_commit(), versions()
         self._complete: set[str] = set()  # stages and tables that this process read or wrote
         self.metrics_path = self.dir / "metrics.jsonl"
@@ -282,7 +283,11 @@ class Run:
             shutil.rmtree(run.dir / "tables", ignore_errors=True)
             print(f"finished before; {run.dir / 'result.json'} has the result")
             run.close()
-        elif args.track:
+            return run
+        if (run.dir / "result.json").exists():
+            run.earlier = read_json(run.dir / "result.json")
+            run.costs |= run.earlier["stages"]
+        if args.track:
             run.start_wandb()
         return run
 
@@ -427,7 +432,7 @@ class Run:
 
     def _completed(self, stage: str, state: dict[str, Any]) -> None:
         self._complete.add(stage)
-        self.costs[stage] = state["cost"]
+        self.costs[stage] = state["cost"] | {"commit": state.get("commit", self.commit)}
         # Also those that a process left which was killed right after it had finished the stage.
         for old in (self.dir / "checkpoints").glob(f"{stage}-{'[0-9]' * 8}*"):
             old.unlink()
@@ -461,6 +466,11 @@ class Run:
             state["cost"] = {"seconds": time.monotonic() - start}
             self.finish(name, 0, state, "tables")
         return state["value"]
+
+    def spent(self, name: str, seconds: float) -> None:
+        """Counts the seconds that making files of a data set took, those of the first process that came to its end."""
+        first = self.once(name, lambda: seconds)
+        self.costs[name] = {"seconds": self.earlier.get("seconds", {}).get(name, first)}
 
     def not_finite(self, stage: str, update: int, episodes: list[int], saved: int) -> UserError:
         """The error of a loss or weights that are not finite; saved: update of the newest checkpoint, 0 without one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -29,6 +30,9 @@ class Meter:
         self, run: Run, stage: str, model: nn.Module, sampler: Any, updates: int, step: int, seconds: float
     ) -> None:
         self.run, self.stage, self.model, self.sampler = run, stage, model, sampler
+        late = [update for update in run.args.probe_at or () if stage == "lam" and update > updates]
+        if late:
+            print(f"warning: --probe-at {' '.join(map(str, late))}: stage 1 has {updates:,} updates", file=sys.stderr)
         self.progress = Progress(f"{run.script} {stage}", updates, "updates", done=step)
         self.saved = self.last_step = self.step = step
         self.last_time = time.monotonic()

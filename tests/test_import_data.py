@@ -947,6 +947,7 @@ def test_authors(tmp_path, task, folder, distractor, renders):
     for split in ("train", "test"):
         dataset = Dataset(tmp_path, task, split, renders[-1], "sam")
         assert dataset.plan["renders"] == renders and "action_scale" not in dataset.plan
+        assert dataset.plan["episode_length"] == TASKS[task].max_steps
         assert dataset.plan["source"]["kind"] == "authors" and dataset.episode_start.tolist() == [0, 6, 10, 17]
         assert (dataset.action[:5] == 1.5).all() and np.isnan(dataset.action[[5, 9, 16]]).all()
         # On Meta-World the reward of a row was got on the way to it.

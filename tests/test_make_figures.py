@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 
 import make_figures
 import reproduce
-from common import pictures, report
+from common import pictures, report, store
 from common.cli import UserError
 from common.dataset import Dataset
 from common.report import Entry, Item, Stat, average, find_runs, iqm_interval, page, stat
@@ -134,6 +135,28 @@ def test_too_few_seeds_and_unfinished_runs_are_marked(tmp_path: Path) -> None:
     assert entry(tmp_path) == Entry("0.2500", ["seed 2 is not finished", "1 of 3 seeds"])
 
 
+def edit_result(directory: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    result = store.read_json(directory / "result.json")
+    edit(result)
+    store.write_json(directory / "result.json", result, with_hash=True)
+
+
+def test_runs_of_stage_1_alone_are_told(tmp_path: Path) -> None:
+    """They have no return, and cost less than whole runs."""
+
+    def end_early(result: dict[str, Any]) -> None:
+        result["metrics"] = {name: value for name, value in result["metrics"].items() if "nmse" in name}
+        result["stages"] = {"lam": result["stages"]["lam"]}
+
+    edit_result(write_run(tmp_path, "masklam", "cheetah-run", 1, 0.25), end_early)
+    write_run(tmp_path, "masklam", "cheetah-run", 2, 0.25)
+    assert entry(tmp_path, seeds=2) == Entry("0.2500 ± 0.0000", [])
+    row = rows(tables(tmp_path, 2)["aggregate"])["MaskLAM@GT"]
+    assert row[column(tables(tmp_path, 2)["aggregate"], "DCS NR distr.")].notes[-1] == "1 of 2 runs have it"
+    cost = make_figures.cost_table(context(tmp_path))
+    assert rows(cost)["MaskLAM@GT"][column(cost, "runs")].text == "1"
+
+
 def test_a_damaged_file_is_named_and_loses_no_figure(tmp_path: Path, capsys) -> None:
     write_run(tmp_path, "lapo", "cheetah-run", 1, 0.25)
     (write_run(tmp_path, "masklam", "cheetah-run", 1) / "result.json").write_text('{"metrics": ')
@@ -176,6 +199,9 @@ def test_different_commits_settings_devices_and_data_are_marked(tmp_path: Path) 
     assert entry(tmp_path, seeds=2) == Entry("0.5000 ± 0.3536", notes)
     intervals = make_figures.interval_figure(context(tmp_path, 2))
     assert rows(intervals)["MaskLAM@GT"][column(intervals, "DCS NMSE distr.")].notes[-2:] == notes
+    later = write_run(tmp_path, "masklam", "walker-run", 1, commit=A)
+    edit_result(later, lambda result: result["stages"]["lam"].update(commit=B))  # trained before, and gone on with
+    assert report.read_run(later).commits == {A[:8], B[:8]}
     for script, data in (("lapo", "old"), ("laof", "d")):
         write_run(tmp_path, script, "cheetah-run", 1, identity={"train_hash": data})
     lines = rows(tables(tmp_path, 1)["nmse_dcs_distractor"])
@@ -464,6 +490,10 @@ def test_compare_prints_a_small_table(tmp_path: Path, capsys) -> None:
     assert cells[2][:8] == ["lapo", "cheetah-run", "default", "1", "0.250", "0.375", "5.0", "25.0%"]
     assert cells[3][7:] == ["-", "3600", "1800", "360", "99"]
     assert "lapo cheetah-run default: NMSE 0.5000 ± 0.3536 over 2 seeds" in lines
+    elsewhere = write_run(tmp_path / "elsewhere", "lapo", "cheetah-run", 1, 0.75, identity={"train_hash": "other"})
+    make_figures.main(make_figures.Args(compare=[one, elsewhere]))
+    make_figures.main(make_figures.Args(compare=[one, one]))
+    assert "seeds" not in capsys.readouterr().out  # other data, or one seed twice
     unfinished = write_run(tmp_path, "lapo", "cheetah-run", 3, None)
     with pytest.raises(UserError, match="is not finished: rerun its command"):
         make_figures.main(make_figures.Args(compare=[unfinished]))

@@ -75,6 +75,9 @@ def test_a_run_needs_no_simulator(script: str, actions: bool, masks: bool, tmp_p
                 np.testing.assert_allclose(again[name], value, rtol=1e-4, atol=1e-6)
             else:
                 assert np.array_equal(again[name], value)
+    if script != "masklam":  # which sees masks
+        planted.write_recorded(tmp_path / "bare", actions=False, masks=False)
+        export_latents.main(export_latents.Args(run=folder, data_dir=tmp_path / "bare", batch_size=16, device="cpu"))
     if script != "laom_labels":
         assert (folder / "latents/own/transfer.gif").read_bytes() == (folder / "transfer.gif").read_bytes()
 

@@ -18,7 +18,7 @@ import torch
 from methods import CPU, SCRIPTS, ScriptProcess, build, lam_training, metrics, open_run
 
 import lapo
-from common import evaluation, runs
+from common import evaluation, runs, store
 from common.cli import Stopped, UserError
 from common.dataset import Batch, Dataset
 
@@ -350,11 +350,12 @@ def test_further_stages_and_budgets_of_a_finished_run(whole_run: Whole, data_dir
     Probing on the way changes nothing, and at the end of the stage gives what the probe after it gives.
     """
     directory, results, written = run_dir("masklam", tmp_path), [], []
-    first = {"num_labels": (20,), "stages": "lam", "probe_at": (3, UPDATES["lam"])}
+    first = {"num_labels": (20,), "stages": "lam", "probe_at": (3, UPDATES["lam"], 99)}
     for changes in (first, {"num_labels": (20,)}, {}, {"num_labels": (20,)}):
         done = finish("masklam", data_dir, tmp_path, **changes)
         assert done.returncode == 0, done.stderr
         assert not written or "masklam lam:" not in done.stderr
+        assert written or "warning: --probe-at 99: stage 1 has 8 updates" in done.stderr
         results.append(result_of(directory))
         written.append({path.stem: path.stat().st_mtime_ns for path in directory.glob("*.pt")})
     for before, after, new in zip(written, written[1:], ({"policy", "decoder"}, {"decoder-8"}, set())):
@@ -362,11 +363,29 @@ def test_further_stages_and_budgets_of_a_finished_run(whole_run: Whole, data_dir
     assert results[0]["metrics"] == {name: results[1]["metrics"][name] for name in ("eval/nmse", "eval/nmse_untrained")}
     assert results[2]["decoders"][1:] == results[1]["decoders"] and results[0]["decoders"] == []
     assert results[2]["metrics"] == results[1]["metrics"] and results[3] == results[2]
+    assert results[2]["stages"]["rollout"] == results[1]["stages"]["rollout"]  # what it took then
     probed = {line["step"]: line["lam/nmse"] for line in metrics(directory) if "lam/nmse" in line}
     assert probed.keys() == {3, UPDATES["lam"]} and probed[3] != probed[UPDATES["lam"]]
     assert probed[UPDATES["lam"]] == pytest.approx(results[0]["metrics"]["eval/nmse"], rel=1e-6)
     assert "finished before" in done.stdout  # fewer budgets than it has
     check_same(directory, whole_run("masklam"))
+
+
+def test_the_chosen_slot_and_the_cost_of_flow_stay(whole_run: Whole, data_dir: Path, tmp_path: Path) -> None:
+    """Where a run goes on, also if another slot would be chosen now, and though no flow is computed any more."""
+    for script in ("lapo_slots", "laof"):
+        directory = copy_run(whole_run(script), tmp_path, ("decoder.pt",))
+        result = store.read_json(directory / "result.json")
+        result["decoders"], result["seconds"]["flow"] = [], 1234.5
+        if script == "lapo_slots":
+            best = result["slots"]["selected"]
+            result["slots"]["selected"] = other = 1 + best % len(result["slots"]["probing"])
+        store.write_json(directory / "result.json", result, with_hash=True)
+        done = finish(script, data_dir, tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert result_of(directory)["seconds"]["flow"] == 1234.5
+    slots = result_of(run_dir("lapo_slots", tmp_path))["slots"]
+    assert slots["selected"] == other and min(slots["probing"], key=lambda each: each["nmse"])["slot"] == best
 
 
 def test_a_budget_alone_gives_the_same_decoder(whole_run: Whole, data_dir: Path, tmp_path: Path) -> None:
