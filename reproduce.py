@@ -479,9 +479,7 @@ def run_local(jobs: list[Job], folder: Path, at_once: int | None) -> None:
         for slot, job in zip([slot for slot in range(slots) if slot not in processes], ready):
             environment = usual | os.environ
             if gpus:
-                environment["CUDA_VISIBLE_DEVICES"] = gpu = gpus[slot % len(gpus)]
-                if gpu.isdigit():  # the same one renders; MuJoCo does not know a GPU by its UUID
-                    environment["MUJOCO_EGL_DEVICE_ID"] = gpu
+                environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
             with open(folder / f"{job.name}.log", "ab") as log:
                 log.write(f"\n$ {job.command}\n".encode())
                 log.flush()

@@ -3,13 +3,14 @@
 #
 # Makes cheetah-run data, trains LAPO and MaskLAM at the paper's network size on a short schedule, and measures rendering,
 # throughput of all methods and SAM 2.1 (random weights). Every step has a time limit; a failure is noted, the rest goes on.
-# OUT_DIR (default runs/gpu) gets steps.tsv, gpu.log, a JSON file per measurement and the runs' results and pictures.
+# OUT_DIR (default runs/gpu) gets steps.tsv, gpu.log, a JSON file per measurement and the runs' results and pictures;
+# OUT_DIR.tgz holds all of it. What is worth most comes first.
 #
 # .gpu_bundle/, if there is one, has what the machine lacks: simulators.tgz, extra.tgz, sam.tgz (Python packages), gl/
 # (OpenGL's dispatch libraries), DAVIS/, experts/ (LAOM's), commit (of the code). Without it requirements.txt must be
 # installed, and the data has synthetic backgrounds and this project's own expert.
 #
-# Environment: PYTHON (python3), GPU_SH_SECONDS (560: all steps together), GPU_SH_LAM_UPDATES (2000), GPU_SH_TINY=1 (a test
+# Environment: PYTHON (python3), GPU_SH_SECONDS (560: all steps together), GPU_SH_LAM_UPDATES (500), GPU_SH_TINY=1 (a test
 # of this script: tiny sizes, on a CPU, without the bundle).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -27,7 +28,7 @@ OUT_DIR=$(realpath "${2:-runs/gpu}")
 : >"$OUT_DIR/steps.tsv"
 : >"$OUT_DIR/gpu.log"
 WORK=$(mktemp -d)
-trap 'rm -rf "$WORK"' EXIT
+trap 'rm -rf "$WORK"; tar czf "$OUT_DIR.tgz" -C "$OUT_DIR" .' EXIT
 export PYTHONUNBUFFERED=1 MUJOCO_GL=${MUJOCO_GL:-egl} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
 # Unpacks what this machine lacks. Argument: a folder for it.
@@ -86,10 +87,10 @@ speed() {
 
 data=$WORK/large labels=10000
 make=(--render distractor --workers "$(nproc)")
-large=(--train-transitions 100000 --test-transitions 10000 --episode-length 500)
+large=(--train-transitions 50000 --test-transitions 5000 --episode-length 500)
 small=(--train-transitions 2000 --test-transitions 500 --episode-length 100 --quality fast --backgrounds synthetic)
-train=(--batch-size 512 --lam-updates "${GPU_SH_LAM_UPDATES:-2000}" --policy-updates 1000 --decoder-updates 2000
-    --eval-episodes 16 --eval-envs 16)
+train=(--batch-size 512 --lam-updates "${GPU_SH_LAM_UPDATES:-500}" --policy-updates 300 --decoder-updates 1000
+    --eval-episodes 16 --eval-envs 16 --eval-steps 300)
 windows=(--windows 3 --window-seconds 1.5 --num-labels 2000)
 render=(--qualities full --kinds physics distractor both masks --windows 2 --window-seconds 1.5)
 segment=(--sizes 1024 512) sweep=(--sweep --trainings lam policy)
@@ -107,32 +108,34 @@ elif [ -d "$BUNDLE" ]; then
     use_bundle "$WORK/packages"
     large+=(--expert laom --expert-dir "$BUNDLE/experts" --davis-dir "$BUNDLE/DAVIS")
     train+=(--clips-dir "$BUNDLE/DAVIS")
+    windows+=(--clips-dir "$BUNDLE/DAVIS")
 else
     large+=(--backgrounds synthetic)
 fi
 
-step rendering 45 "$PYTHON" -m benchmarks.rendering --envs cheetah-run "${render[@]}" \
-    --out "$OUT_DIR/rendering.json" || true
 step dataset_small 60 "$PYTHON" make_dataset.py --data-dir "$WORK/small" "${make[@]}" "${small[@]}" || true
-if ! step dataset 150 "$PYTHON" make_dataset.py --data-dir "$data" "${make[@]}" "${large[@]}"; then
+speed lapo lapo 60
+speed masklam masklam 60
+if ! step dataset 120 "$PYTHON" make_dataset.py --data-dir "$data" "${make[@]}" "${large[@]}"; then
     data=$WORK/small labels=2000 # training still tells about speed
 fi
-for method in lapo masklam; do
-    step "$method" 240 "$PYTHON" "$method.py" --data-dir "$data" --runs-dir "$WORK/runs" --variant gpu \
+for method in masklam lapo; do
+    step "$method" 120 "$PYTHON" "$method.py" --data-dir "$data" --runs-dir "$WORK/runs" --variant gpu \
         --num-labels "$labels" "${train[@]}" || true
     mkdir -p "$OUT_DIR/$method"
     cp "$WORK/runs/$method/cheetah-run/gpu/seed1"/*.{json,jsonl,png} "$OUT_DIR/$method/" || true
 done
-step sam 130 "$PYTHON" -m benchmarks.sam "${segment[@]}" --out "$OUT_DIR/sam.json" || true
-# On the small set: what LAOF and LAPO-Slots compute once for every frame takes seconds there.
-speed masklam masklam 100 "${sweep[@]}"
-speed lapo lapo 60
-speed laom_labels laom_labels 60 --trainings lam
-step raft_weights 30 "$PYTHON" -c 'import sys, torch; from torchvision.models.optical_flow import raft_small
-torch.save(raft_small().state_dict(), sys.argv[1])' "$WORK/raft.pth" || true
-speed laof laof 60 --trainings lam --raft small --raft-checkpoint "$WORK/raft.pth"
-speed lapo_slots lapo_slots 90 --trainings slots --dino-weights random
 # As at paper scale, where a GPU does not hold the data; of two --data-dir the last one counts.
 speed from_disk lapo 45 --trainings lam --data-on-gpu never --data-dir "$data"
+step sam 120 "$PYTHON" -m benchmarks.sam "${segment[@]}" --out "$OUT_DIR/sam.json" || true
+step rendering 45 "$PYTHON" -m benchmarks.rendering --envs cheetah-run "${render[@]}" \
+    --out "$OUT_DIR/rendering.json" || true
+# On the small set: what LAOF and LAPO-Slots compute once for every frame takes seconds there.
+speed laom_labels laom_labels 90 --trainings lam
+step raft_weights 30 "$PYTHON" -c 'import sys, torch; from torchvision.models.optical_flow import raft_small
+torch.save(raft_small().state_dict(), sys.argv[1])' "$WORK/raft.pth" || true
+speed laof laof 90 --trainings lam --raft small --raft-checkpoint "$WORK/raft.pth"
+speed lapo_slots lapo_slots 90 --trainings slots --dino-weights random
+speed compile_modes masklam 90 "${sweep[@]}"
 echo "$OUT_DIR after $SECONDS s:"
 cat "$OUT_DIR/steps.tsv"

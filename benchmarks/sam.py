@@ -121,6 +121,7 @@ def main(args: Args) -> None:
             torch.manual_seed(0)
             predictor = sam.load_predictor(args.model, None, size, device)
             if compiled:
+                torch._dynamo.reset()  # else the second size is traced with symbols, which does not end
                 sam.compile_predictor(predictor)
             runs.reset_peak_memory(device)
             try:

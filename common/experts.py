@@ -170,12 +170,14 @@ def _load_student(env: str, path: Path) -> Expert:
 
 
 def _load_laom(env: str, expert_dir: Path | None) -> Expert:
-    import pooch
     import torch  # only here: workers that use a student need no torch
 
     name, expected = LAOM_FILES[env], LAOM_SHA256[env]
     try:
-        if expert_dir is None:  # in the user's cache, downloaded if it is missing or another one
+        if expert_dir is None:
+            import pooch
+
+            # In the user's cache, downloaded if it is missing or another one.
             path = Path(pooch.retrieve(LAOM_URL + name, expected, fname=name, path=pooch.os_cache("laom")))
         else:
             path = expert_dir / name

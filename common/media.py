@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
-import imageio_ffmpeg
 import numpy as np
 from PIL import Image, ImageOps, ImageSequence
 
@@ -237,6 +236,8 @@ def timed_frames(source: Path) -> Iterator[tuple[float | None, np.ndarray]]:
 def _video_frames(path: Path) -> Iterator[tuple[float, np.ndarray]]:
     _check_length(path)
     with readable(path, "a video"):
+        import imageio_ffmpeg  # only here: a machine that trains may lack it
+
         ffmpeg = imageio_ffmpeg.get_ffmpeg_exe()
     times, times_out = os.pipe()
     command = [ffmpeg, "-nostdin", "-v", "error", "-xerror", "-i", f"file:{path}"]

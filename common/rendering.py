@@ -55,9 +55,18 @@ class Offscreen:
         self._visual_option = mujoco.MjvOption()
         backend = os.environ.get("MUJOCO_GL", "").lower().strip() or "egl"
         try:
-            context = importlib.import_module(f"mujoco.{backend}").GLContext
-            context._context = None  # of one that cannot start, so that its end complains of nothing
-            self.gl = context(size, size)
+            opengl, gpu = importlib.import_module(f"mujoco.{backend}"), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+            opengl.GLContext._context = None  # of one that cannot start, so that its end complains of nothing
+            # The GPU that trains, if EGL knows one of that number; MuJoCo would take the first for all processes.
+            chosen = backend == "egl" and gpu.isdigit() and "MUJOCO_EGL_DEVICE_ID" not in os.environ
+            try:
+                with mock.patch.dict(os.environ, {"MUJOCO_EGL_DEVICE_ID": gpu} if chosen else {}):
+                    self.gl = opengl.GLContext(size, size)
+            except Exception:
+                if not chosen:
+                    raise
+                opengl.EGL_DISPLAY = None  # which did not start
+                self.gl = opengl.GLContext(size, size)
             self.gl.make_current()
             self.contexts = {name: self._make_context(model, size, name == MASK) for name, model in models.items()}
         except Exception as error:  # the bindings raise anything from AttributeError to their own GLError

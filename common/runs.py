@@ -83,7 +83,8 @@ def choose_device(name: str) -> Any:
         raise UserError(
             "--device cuda, but torch finds no GPU; use --device cpu, or a torch that was built for your GPU"
         )
-    return torch.device(("cuda" if found else "cpu") if name == "auto" else name)
+    on_gpu = found and name != "cpu"  # with its number, as tensors on it have
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def reset_peak_memory(device: Any) -> None:

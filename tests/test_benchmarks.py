@@ -113,6 +113,14 @@ def test_rendering(tmp_path):
         assert (entry["renderer"] is None) == (entry["kind"] == "physics")
 
 
+def test_a_machine_that_trains_needs_no_reader_of_videos_and_no_downloads():
+    """A GPU machine without a network may lack these packages."""
+    code = "import sys; sys.modules |= dict.fromkeys(('imageio_ffmpeg', 'pooch', 'pyarrow'))\n"
+    code += f"import make_dataset, benchmarks.rendering, benchmarks.sam, {', '.join(method_scripts())}"
+    done = methods.finish(methods.python("-c", code))
+    assert done.returncode == 0, done.stderr
+
+
 def gpu_script(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHON": sys.executable, "GPU_SH_TINY": "1", "OMP_NUM_THREADS": "1"} | environment
     command = ["bash", "benchmarks/gpu.sh", *arguments]

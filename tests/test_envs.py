@@ -307,6 +307,14 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
     return finish(python("-c", code, env={**os.environ, "MUJOCO_GL": "egl", "PYTHONPATH": ".", **environment}))
 
 
+@pytest.mark.parametrize("gpu", ["0", "7", "GPU-5a"])
+def test_a_gpu_without_opengl_renders_on_another_device(gpu):
+    """With a number of CUDA's that EGL knows, one that it does not, and a UUID; twice in one process."""
+    code = "from common.envs import make_env\n" + "make_env('cheetah-run', renders=('clean',)).reset(seed=0)\n" * 2
+    result = run_python(code, CUDA_VISIBLE_DEVICES=gpu)
+    assert result.returncode == 0, result.stderr
+
+
 BROKEN_GL = """
 from common.cli import UserError
 from common.envs import make_env
