@@ -7,6 +7,7 @@ For each split of data/others, in runs/masklam/mine/default/seed1/latents/others
 time. Of models that predict pixels also transfer.png and .gif, one episode's latent actions applied to another's frame.
 """
 
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -77,7 +78,8 @@ def main(args: Args) -> None:
     run = read_run(args.run)
     module, run_args, model = report.load_model(run)
     model.to(device, memory_format=torch.channels_last)
-    size = run.result["dataset"]["train"]["plan"]["image_size"]
+    plan = run.result["dataset"]["train"]["plan"]
+    size, rate = plan["image_size"], plan.get("fps")
     if "frames" not in module.input_fields(run_args):
         raise UserError(f"{args.run}: {module.__name__}.py does not see frames but slots, which only its own run has")
     changes = {"env": args.data or run_args.env, "data_dir": args.data_dir or run_args.data_dir}
@@ -95,6 +97,9 @@ def main(args: Args) -> None:
                 f"{dataset.folder}: frames of {dataset.image_size} pixels; the model was trained on {size} pixels, so "
                 f"import or make the dataset in that size"
             )
+        if rate != dataset.plan.get("fps"):
+            rates = " and ".join(str(each or "unknown") for each in (rate, dataset.plan.get("fps")))
+            print(f"warning: {dataset.folder}: frames per second in training and here: {rates}", file=sys.stderr)
     for dataset in datasets:
         export(args, dataset, module, run_args, model, args.run / "latents" / name)
 

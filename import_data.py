@@ -9,6 +9,7 @@ the episodes, splits, actions and their scale. Rerun the same command to resume,
 the work. docs/videos.md has the rest.
 """
 
+import contextlib
 import hashlib
 import json
 import re
@@ -289,7 +290,12 @@ def main(args: Import) -> None:
     name = options.task if isinstance(options, Authors) else options.name
     check(options)
     if not options.verify:
-        run_import(options, options.data_dir / name)
+        try:
+            run_import(options, options.data_dir / name)
+        except UserError:
+            with contextlib.suppress(OSError):  # a folder that is not empty stays
+                (options.data_dir / name).rmdir()
+            raise
     for split in SPLITS:
         dataset = Dataset(options.data_dir, name, split, render=None)
         if options.verify:

@@ -63,7 +63,7 @@ class Args:
     """folder of the data sets; None: where each run had them"""
     env: list[str] = field(default_factory=list)
     """tasks of the pictures; none: cheetah-run and push, or the first that has runs"""
-    compare: list[Path] = field(default_factory=list)
+    compare: list[Path] | None = None
     """only print a small table of these run directories"""
 
 
@@ -177,8 +177,21 @@ class Context:
         words = ["python", "reproduce.py", experiment, *more, *(["--quick"] if self.args.quick else [])]
         words += ["--seeds", str(self.args.seeds)] if self.args.seeds != 3 else []
         words += ["--runs-dir", str(self.args.runs_dir)] if self.args.runs_dir != Path("runs") else []
+        return shlex.join([*words, *self.data_words()])
+
+    def data_words(self) -> list[str]:
+        """The flag that names the folder of the data sets."""
         folder = str(self.args.data_dir or self.runs[0].args.get("data_dir", "data"))
-        return shlex.join([*words, *(["--data-dir", folder] if folder != "data" else [])])
+        return ["--data-dir", folder] if folder != "data" else []
+
+    def probed_command(self) -> str:
+        """A command that trains MaskLAM at this scale, probes it on the way, and has a name of its own."""
+        updates = max((run.result["stages"]["lam"].get("updates", 640) for run in self.finished), default=640)
+        words = ["python", "masklam.py", "--env", self.envs[0], *(["--quick"] if self.args.quick else [])]
+        words += ["--stages", "lam", "--probe-at", *(str(max(1, updates // part)) for part in (16, 4, 1))]
+        words += ["--variant", "probed", *self.data_words()]
+        words += ["--runs-dir", str(self.args.runs_dir)] if self.args.runs_dir != Path("runs") else []
+        return shlex.join(words)
 
     def test_set(self, run: Run, mask_source: str | None = None) -> Dataset:
         """The held-out split that a run was tested on. UserError if it is not there any more."""
@@ -379,8 +392,6 @@ def short(count: int) -> str:
 
 def draw(path: Path, panels: list[Panel], label: str, names: list[str] | None = None) -> Path:
     """Writes panels with a common x axis as PNG. names: its categories in order; None: numbers, joined by lines."""
-    from matplotlib import ticker
-
     figure, axes = pictures.panels(len(panels), 3, 4.2, 3.6 if names else 2.8)
     named = dict.fromkeys(name for panel in panels for name in (*panel.lines, *panel.dashed, *panel.stars))
     colours = {name: f"C{place}" for place, name in enumerate(named)}  # the same in all panels
@@ -399,16 +410,13 @@ def draw(path: Path, panels: list[Panel], label: str, names: list[str] | None = 
         for name, point in panel.stars.items():
             axis.plot(*point, marker="*", ms=12, ls="none", color=colours[name], label=name)
         if names:
-            axis.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=8)
+            axis.set_xticks(range(len(names)), map(pictures.label, names), rotation=30, ha="right", fontsize=8)
             axis.set_xlim(-0.5, len(names) - 0.5)
         elif values[0] > 0 and values[-1] >= 8 * values[0]:
             axis.set_xscale("log", base=2)
             axis.set_xticks(values, [short(x) for x in values], minor=False, fontsize=8)
         if panel.log:
-            axis.set_yscale("log")
-            axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-            axis.yaxis.set_major_formatter("{x:g}")
-            axis.yaxis.set_minor_locator(ticker.NullLocator())
+            pictures.log_scale(axis)
         axis.set(title=panel.title, xlabel=label)
         axis.grid(alpha=0.3)
     handles = {text: handle for axis in axes for handle, text in zip(*axis.get_legend_handles_labels())}
@@ -531,7 +539,10 @@ def experiment_figure(context: Context, name: str) -> Item:
         names = None if experiment.flag else list(experiment.rows)
         item.pictures = [draw(context.out / f"{item.name}.png", panels, experiment.flag, names)]
     else:
-        item.missing = f"No task has finished runs of two values of {experiment.flag or 'its rows'} on the same data."
+        item.missing = (
+            f"No task has finished runs of two values of {experiment.flag or 'its rows'} on the same data, under the "
+            "experiment's own names, which runs with further flags or --variant do not have."
+        )
     item.head = ["", *(column.head for column in columns)]
     for row in rows:
         item.add(row.name, [row.entry(column) for column in columns])
@@ -540,7 +551,7 @@ def experiment_figure(context: Context, name: str) -> Item:
 
 def learning_curves(context: Context) -> Item:
     """NMSE against samples, from the probes on the way (--probe-at) of all runs, also of those not finished yet."""
-    item = Item("learning_curves", "NMSE against samples", "Sweeps", "python masklam.py --probe-at 1000 10000 30000")
+    item = Item("learning_curves", "NMSE against samples", "Sweeps", context.probed_command())
     item.text = (
         "Means over seeds; intervals: one standard deviation (n - 1). Dashed: the untrained control, of finished runs. "
         "Stars: the paper's numbers, at the samples that they took."
@@ -624,7 +635,7 @@ def umap_figure(context: Context, env: str) -> Item:
             dots = axis.scatter(*place.T, c=action[:, dimension], s=size, cmap="bwr", vmin=-1, vmax=1, lw=0)
             axis.set(xticks=[], yticks=[], facecolor="0.88")  # actions near zero are white
             axis.set_title(f"action {dimension}" if line == 0 else "", fontsize=9)
-            axis.set_ylabel(name if dimension == 0 else "", fontsize=9)
+            axis.set_ylabel(pictures.label(name) if dimension == 0 else "", fontsize=7)
     figure.colorbar(dots, ax=axes, shrink=0.5, aspect=40)
     item.pictures = [pictures.save(figure, context.out / f"umap_{env}.png")]
     return item
@@ -768,7 +779,8 @@ def task_figure(context: Context, item: Item, mask_source: str, images: Callable
 
 def sam_figure(context: Context) -> Item:
     """The prompt and the masks of SAM of every task that has them."""
-    item = Item("sam_masks", "Masks of SAM 2.1", "Masks", "python make_masks.py --env all")
+    command = shlex.join(["python", "make_masks.py", "--env", "all", *context.data_words()])
+    item = Item("sam_masks", "Masks of SAM 2.1", "Masks", command)
     item.text = (
         f"From the left: an episode's first frame, the prompt (one box per task), the mask there; frame {SHOWN}, its "
         "mask. The tracker follows the agent from the first frame on."
@@ -897,7 +909,9 @@ def figures(context: Context, envs: list[str]) -> Iterator[Item]:
 
 
 def main(args: Args) -> None:
-    if args.compare:
+    if args.compare is not None:
+        if not args.compare:
+            raise UserError("--compare needs directories of finished runs, as .../seed1")
         print(compare(args.compare))
         return
     all_runs, problems = report.find_runs(args.runs_dir)

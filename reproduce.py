@@ -244,6 +244,16 @@ class RunJob(Job):
         """The data set, and the masks if they are not its own: task, and masks' name or gt."""
         return {(self.cell.env, "gt"), (self.cell.env, getattr(self.args, "mask_source", "gt"))}
 
+    def ready(self) -> bool:
+        """As any job, and not while another process makes the run, such as one that outlived a killed reproduce.py."""
+        if not super().ready():
+            return False
+        if taken := runs.is_taken(self.run_dir):
+            if not self.reason:
+                print(f"waiting for another process that makes {self.name}", flush=True)
+            self.reason = "another process makes it"
+        return not taken
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The command line, and the runs that it asks for

@@ -60,7 +60,9 @@ class Dataset:
         self.image_size: int = plan["image_size"]
         self.action_dim: int = plan["action_dim"]
         self.state_dim: int = plan["state_dim"]
-        self.render = render = "video" if plan["renders"] == ["video"] else render or plan["renders"][-1]
+        if self.is_recorded and render == "clean":
+            raise UserError(f"{self.folder}: recorded videos are there as they are; leave out --no-distractors")
+        self.render = render = "video" if self.is_recorded else render or plan["renders"][-1]
         if render not in plan["renders"]:
             raise UserError(
                 f"{self.folder}: holds no {render} frames, only {', '.join(plan['renders'])}; make the dataset again "
@@ -106,7 +108,8 @@ class Dataset:
     def _mask_command(self, source: str) -> str:
         """The command that makes masks of that name, as one of the split's mask files remembers it."""
         default = f"python make_masks.py --env {self.env}"
-        default += "" if source == "sam" else f" --import DIR --name {source}"
+        box = " --box X0 Y0 X1 Y1" if self.is_recorded else ""
+        default += box if source == "sam" else f" --import DIR --name {source}"
         return self._command([derived_path(path, source) for path in shard_paths(self.folder)], default)
 
     @staticmethod
@@ -115,6 +118,8 @@ class Dataset:
 
     def _open_shards(self) -> list[Shard]:
         paths = shard_paths(self.folder)
+        if not paths and self.env == "all":
+            raise UserError("--env all is for make_dataset.py and make_masks.py; name one task here")
         if not paths:
             close = difflib.get_close_matches(self.env, TASKS, n=1, cutoff=0.6)
             hint = f" (or did you mean {close[0]!r}?)" if close and self.env not in TASKS else ""
@@ -198,7 +203,7 @@ class Dataset:
     @property
     def is_recorded(self) -> bool:
         """Whether it was imported from recorded videos, so that no simulator can go on from its frames."""
-        return self.render == "video"
+        return self.plan["renders"] == ["video"]
 
     @property
     def has_masks(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,21 @@ def panels(count: int, columns: int, width: float, height: float) -> tuple[Any, 
     for axis in axes.flat[count:]:
         axis.set_visible(False)
     return figure, list(axes.flat[:count])
+
+
+def log_scale(axis: Any) -> None:
+    """Makes the vertical axis logarithmic, with plain numbers also between the powers of ten."""
+    from matplotlib import ticker
+
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_locator(ticker.NullLocator())
+
+
+def label(name: str) -> str:
+    """A name in lines of at most 28 letters, as those of runs with many flags are long."""
+    return "\n".join(part for line in name.splitlines() for part in textwrap.wrap(line.replace("_", " "), 28))
 
 
 def save(figure: Any, path: Path) -> Path:
@@ -65,7 +81,7 @@ def rows(path: Path, named: dict[str, Any], masks: Any = None, title: str = "") 
         masks: tensor (N, 1, H, W) of zeros and ones, or None.
     """
     figure, axes = panels(len(named), 1, 1.5 * max(map(len, named.values())) + 1, 1.55)
-    for axis, (label, images) in zip(axes, named.items()):
+    for axis, (name, images) in zip(axes, named.items()):
         images = to_array(images)
         if images.dtype != np.uint8:
             images = ((images + 0.5).clip(0, 1) * 255).round().astype(np.uint8)
@@ -74,7 +90,7 @@ def rows(path: Path, named: dict[str, Any], masks: Any = None, title: str = "") 
         images = outline(images, inside, zoom)
         images = np.pad(images, ((0, 0), (2, 2), (2, 2), (0, 0)), constant_values=255)
         axis.imshow(np.concatenate(list(images), axis=1), interpolation="nearest")
-        axis.set_ylabel(label, rotation=0, ha="right", va="center")
+        axis.set_ylabel(label(name), rotation=0, ha="right", va="center")
         axis.set(xticks=[], yticks=[])
         axis.spines[:].set_visible(False)
     figure.suptitle(title)
@@ -88,14 +104,14 @@ def curves(path: Path, metrics: list[dict[str, Any]]) -> Path:
         for name, value in line.items():
             if name.startswith(f"{line['stage']}/"):
                 series[name].append((line["step"], value))
-    series = {name: points for name, points in series.items() if len(points) > 1}
+    series = {name: points for name, points in series.items() if len(points) > 1} or series
     figure, axes = panels(max(1, len(series)), 4, 3.6, 2.6)
     axes[0].set_visible(bool(series))
     for axis, (name, points) in zip(axes, series.items()):
         x, y = np.array(points).T
-        axis.plot(x, y)
+        axis.plot(x, y, marker="o" if len(points) == 1 else None)
         axis.set(title=name, xlabel="update")
         if (y > 0).all():
-            axis.set_yscale("log")
+            log_scale(axis)
         axis.grid(alpha=0.3)
     return save(figure, path)

@@ -191,6 +191,8 @@ def read_table(path: Path, frames: int) -> tuple[list[np.ndarray], list[str] | N
             values = np.load(path, allow_pickle=False)
             if values.dtype.kind not in "iufb" or not values.size:
                 raise UserError(f"{path}: {values.dtype} of shape {values.shape} where numbers are expected")
+            if values.ndim > 2:
+                raise UserError(f"{path}: has the shape {values.shape}; a table has a row of numbers for each frame")
             return [values.reshape(len(values), -1)], None
         named = True
         if media.kind_of(path) == ".csv":

@@ -68,6 +68,8 @@ def read_run(directory: Path) -> Run:
         path = directory / "result.json"
         if path.exists():
             run.result = read_json(path, keys=RESULT_KEYS)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: name the directory of a run, as .../seed1") from None
     except OSError as error:
         raise UserError(describe(error)) from None
     except (ValueError, UserError) as error:

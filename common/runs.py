@@ -189,6 +189,17 @@ def is_finished(run_dir: Path, args: Any) -> bool:
         raise UserError(f"{path} is damaged; remove it and rerun the command to make it again") from None
 
 
+def is_taken(run_dir: Path) -> bool:
+    """Whether a live process is writing to a run directory."""
+    path = run_dir / ".lock"
+    try:
+        if path.exists():
+            os.close(lock_file(path))
+    except Taken:
+        return True
+    return False
+
+
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """All lines of a run's ``metrics.jsonl``; a line torn by a kill is left out."""
     lines = []
@@ -282,7 +293,8 @@ class Run:
         print(f"{script}: {run.dir} on {device}, {train_set.num_transitions:,} transitions for training", flush=True)
         if run.is_finished():
             shutil.rmtree(run.dir / "tables", ignore_errors=True)
-            print(f"finished before; {run.dir / 'result.json'} has the result")
+            probes = "; --probe-at looks at a model while it is trained" if args.probe_at else ""
+            print(f"finished before; {run.dir / 'result.json'} has the result{probes}")
             run.close()
             return run
         if (run.dir / "result.json").exists():

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from methods import write_run
+from PIL import Image
 from torch import nn
 
 import make_figures
@@ -480,6 +481,28 @@ def test_the_page_escapes_and_embeds(tmp_path: Path) -> None:
     assert 'src="data:image/png;base64,iVBORw=="' in text and "http" not in text
 
 
+def test_axes_and_labels_can_be_read() -> None:
+    figure, (axis,) = pictures.panels(1, 1, 3, 3)
+    axis.plot([1, 2, 3], [0.018, 0.02, 0.031])
+    pictures.log_scale(axis)
+    figure.canvas.draw()
+    texts = {label.get_text() for label in axis.get_yticklabels()}
+    assert {"0.02", "0.03"} <= texts and not any("$" in text for text in texts)
+    assert pictures.label("worst\nepisode 3") == "worst\nepisode 3"
+    lines = pictures.label("masklam quick_lam-updates=12_policy-updates=6_decoder-updates=20").splitlines()
+    assert len(lines) == 3 and max(map(len, lines)) <= 28
+
+
+def test_curves_of_stages_that_logged_once_are_points(tmp_path: Path) -> None:
+    pixels = []
+    for count in (1, 2):
+        lines = [{"stage": "lam", "step": step, "lam/loss": 0.5} for step in range(count)]
+        path = pictures.curves(tmp_path / f"{count}.png", lines)
+        with Image.open(path) as image:
+            pixels.append(np.asarray(image.convert("L")))
+    assert all((picture < 200).sum() > 100 for picture in pixels)
+
+
 def test_compare_prints_a_small_table(tmp_path: Path, capsys) -> None:
     one = write_run(tmp_path, "lapo", "cheetah-run", 1, 0.25)
     other = write_run(tmp_path, "lapo", "cheetah-run", 2, 0.75, metrics={"eval/normalised_paper": None})
@@ -494,6 +517,12 @@ def test_compare_prints_a_small_table(tmp_path: Path, capsys) -> None:
     make_figures.main(make_figures.Args(compare=[one, elsewhere]))
     make_figures.main(make_figures.Args(compare=[one, one]))
     assert "seeds" not in capsys.readouterr().out  # other data, or one seed twice
+    for paths, message in (
+        ([], "--compare needs directories of finished runs"),
+        ([one.parent], "name the directory of"),
+    ):
+        with pytest.raises(UserError, match=message):
+            make_figures.main(make_figures.Args(compare=paths))
     unfinished = write_run(tmp_path, "lapo", "cheetah-run", 3, None)
     with pytest.raises(UserError, match="is not finished: rerun its command"):
         make_figures.main(make_figures.Args(compare=[unfinished]))

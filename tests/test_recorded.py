@@ -82,6 +82,17 @@ def test_a_run_needs_no_simulator(script: str, actions: bool, masks: bool, tmp_p
         assert (folder / "latents/own/transfer.gif").read_bytes() == (folder / "transfer.gif").read_bytes()
 
 
+def test_there_is_one_render_of_recorded_videos(tmp_path: Path) -> None:
+    data_dir = planted.write_recorded(tmp_path)
+    assert Dataset(data_dir, "own", "train", None).render == Dataset(data_dir, "own", "train").render == "video"
+    with pytest.raises(UserError, match=r"recorded videos .* leave out --no-distractors"):
+        Dataset(data_dir, "own", "train", "clean")
+    with pytest.raises(UserError, match=r"make_masks\.py --env own --box X0 Y0 X1 Y1 --data-dir"):
+        Dataset(data_dir, "own", "train", mask_source="sam")
+    with pytest.raises(UserError, match="--env all is for make_dataset"):
+        Dataset(data_dir, "all", "train")
+
+
 def test_what_a_method_needs_is_said_before_a_run_directory_exists(tmp_path: Path) -> None:
     data_dir = planted.write_recorded(tmp_path, actions=False, masks=False)
     for module, message in ((masklam, "has no masks; make them"), (laom_labels, "has no actions, from which")):

@@ -21,6 +21,7 @@ from methods import ROOT, finish, python, wait_until
 import reproduce
 from common import cli, runs
 from common.cli import Stopped, UserError
+from common.store import lock_file
 from common.tasks import TASKS
 from reproduce import Args, Job, RunJob
 
@@ -197,6 +198,25 @@ def test_local_jobs_in_order_with_failures(tmp_path: Path, monkeypatch) -> None:
     assert "  | 99%\n  | no such thing" in text
     (tmp_path / "bad").touch(), (tmp_path / "needy").touch(), (tmp_path / "later").touch()
     reproduce.report(jobs, tmp_path)  # finished by others meanwhile
+
+
+def test_a_run_that_another_process_makes_is_waited_for(tmp_path: Path) -> None:
+    """One that has outlived a reproduce.py that was killed."""
+    (run,) = planned("mask-dilation", env=["cheetah-run"], seeds=1, values=["0"], runs_dir=tmp_path)
+    run.run_dir.mkdir(parents=True)
+    lock, made = lock_file(run.run_dir / ".lock"), tmp_path / "made"
+    run.argv, run.done = ("-c", f"open({str(made)!r}, 'x')"), made.exists
+
+    def end() -> None:
+        wait_until(lambda: run.reason)
+        time.sleep(0.5)
+        assert run.state == "waiting" and not made.exists()
+        os.close(lock)
+
+    ended = ThreadPoolExecutor(1).submit(end)
+    reproduce.run_local([run], tmp_path, 1)
+    ended.result()
+    assert run.state == "finished"
 
 
 def test_a_real_grid_with_an_interrupt_and_a_failing_run(tmp_path: Path, capsys) -> None:
