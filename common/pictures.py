@@ -40,6 +40,7 @@ def log_scale(axis: Any) -> None:
     axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_locator(ticker.NullLocator())
+    axis.tick_params(axis="y", labelsize=8)
 
 
 def label(name: str) -> str:
