@@ -84,7 +84,7 @@ def main(args: Args) -> None:
         raise UserError(f"{args.run}: {module.__name__}.py does not see frames but slots, which only its own run has")
     changes = {"env": args.data or run_args.env, "data_dir": args.data_dir or run_args.data_dir}
     if args.mask_source:
-        if not hasattr(run_args, "mask_source"):
+        if "masks" not in module.input_fields(run_args):
             raise UserError(f"--mask-source: the model of {module.__name__}.py does not see masks")
         changes["mask_source"] = args.mask_source
     run_args = replace(run_args, **changes)

@@ -571,7 +571,9 @@ def main(args: Args) -> None:
     slots = of_frames("slots_labelled", lambda batch: extract(batch)[0], train_set, labelled)
     scores = probe_slots(slots, train_set, labelled, args.pca_components, args.probe_folds)
     best = min(scores, key=lambda score: score["nmse"])["slot"]  # counted from 1
-    selected = run.earlier.get("slots", {}).get("selected", best)  # what later stages have been trained on stays
+    if (run.dir / "lam.pt").exists():  # trained on the one that was selected then
+        best = run.earlier.get("slots", {}).get("selected", best)
+    selected = best
     watched = np.arange(test_set.episode_start[min(16, test_set.num_episodes)])  # whole episodes
     attention = of_frames("slots_attention", lambda batch: extract(batch)[1], test_set, watched)
     draw_slots(run.dir / "slots.png", test_set, attention, selected)

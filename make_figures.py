@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import importlib
 import itertools
 import json
 import os
@@ -186,7 +187,10 @@ class Context:
 
     def probed_command(self) -> str:
         """A command that trains MaskLAM at this scale, probes it on the way, and has a name of its own."""
-        updates = max((run.result["stages"]["lam"].get("updates", 640) for run in self.finished), default=640)
+        default = importlib.import_module("masklam").defaults(
+            [f"--env={self.envs[0]}", *(["--quick"] if self.args.quick else [])]
+        )
+        updates = default.lam_updates or 31_248  # the paper's on Meta-World
         words = ["python", "masklam.py", "--env", self.envs[0], *(["--quick"] if self.args.quick else [])]
         words += ["--stages", "lam", "--probe-at", *(str(max(1, updates // part)) for part in (16, 4, 1))]
         words += ["--variant", "probed", *self.data_words()]

@@ -15,6 +15,7 @@ Datasets of import_data.py need --box, or --boxes FILE with one for each episode
 masks in --import may also lie in DIR itself, under the names of the videos: DIR/<name>.npy or DIR/<name>/.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -271,11 +272,11 @@ def episode_paths(folder: Path, episodes: int) -> list[Path]:
 
 def named_paths(folder: Path, dataset: Dataset) -> list[Path]:
     """The files (.npy) or folders of masks that are named like the videos of a split. UserError if one is missing."""
-    videos = [
-        Path(split, name)
-        for split in recordings.SPLITS
-        for name in Dataset(dataset.data_dir, dataset.env, split, None).episode_values("source")
-    ]
+    videos = []
+    for split in recordings.SPLITS:
+        with contextlib.suppress(UserError):  # of the other one, which need not be there
+            each = dataset if split == dataset.split else Dataset(dataset.data_dir, dataset.env, split, None)
+            videos += [Path(split, name) for name in each.episode_values("source")]
     if dataset.plan["source"].get("clip_seconds") and len({video.name for video in videos}) < len(videos):
         raise UserError(
             "--import: the videos were cut into several episodes each, so masks are numbered by episode: "

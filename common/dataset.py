@@ -60,8 +60,6 @@ class Dataset:
         self.image_size: int = plan["image_size"]
         self.action_dim: int = plan["action_dim"]
         self.state_dim: int = plan["state_dim"]
-        if self.is_recorded and render == "clean":
-            raise UserError(f"{self.folder}: recorded videos are there as they are; leave out --no-distractors")
         self.render = render = "video" if self.is_recorded else render or plan["renders"][-1]
         if render not in plan["renders"]:
             raise UserError(

@@ -41,7 +41,8 @@ class Robot:
     camera: str  # the feature with the frames
     in_tables: bool  # and whether these are pictures in tables, not a video
     listed: Listed
-    wanted: Listed  # those of --episodes
+    chosen: range  # --episodes
+    wanted: Listed  # those of it
     files: list[Path]  # that belong to these
 
 
@@ -126,12 +127,13 @@ def open_robot(place: str, camera: str | None, episodes: str | None) -> Robot:
     def is_wanted(path: Path) -> bool:
         first, *rest = path.relative_to(root).parts
         if first == "data":
-            return not some_tables or path.stem in tables
+            number = re.fullmatch(r"episode_(\d+)", path.stem)
+            return not some_tables or (number is not None and int(number[1]) in chosen)
         return first == "meta" or "/".join(rest) in videos or (in_tables and camera in rest)
 
     suffixes = media.VIDEO_SUFFIXES | media.IMAGE_SUFFIXES | {".json", ".jsonl", ".parquet"}
     files = [path for path in media.walk(root, suffixes) if is_wanted(path)]
-    return Robot(root, information, camera, in_tables, listed, wanted, files)
+    return Robot(root, information, camera, in_tables, listed, chosen, wanted, files)
 
 
 def find_video(root: Path, file: str) -> Path:
@@ -163,9 +165,9 @@ def read_lerobot(source: Source, robot: Robot, action: str | None) -> None:
     rows = {name: values[order] for name, values in rows.items()}
 
     with source.checked():
-        unlisted = sorted({*rows["episode"][:, 0].tolist()} - robot.listed.keys())
+        unlisted = {number for number in rows["episode"][:, 0].tolist() if number in robot.chosen} - robot.listed.keys()
         if unlisted and not any(isinstance(number, str) for number in robot.listed):  # which may be these
-            some = ", ".join(map(str, unlisted[:5]))
+            some = ", ".join(map(str, sorted(unlisted)[:5]))
             raise UserError(f"{root / 'meta'}: the tables have {len(unlisted)} episodes that it does not list: {some}")
     pictures = Pictures(root, source.files, source.columns, {})
     good = [entry for entry in robot.listed.values() if isinstance(entry, tuple)]

@@ -5,8 +5,8 @@ Whatever is wrong with a file is a `UserError` of one line that names it.
 
 import contextlib
 import errno
-import glob
 import io
+import itertools
 import os
 import re
 import signal
@@ -42,8 +42,15 @@ def listing(folder: Path) -> list[Path]:
 
 def walk(folder: Path, suffixes: Set[str]) -> list[Path]:
     """The files with these suffixes in a folder and below it, sorted, without names that begin with a dot."""
-    found = map(Path, glob.iglob(f"{glob.escape(str(folder))}/**", recursive=True))  # it follows links to folders
-    paths = sorted(path for path in found if path.suffix.lower() in suffixes and path.is_file())
+    paths, seen = [], set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        if (there := os.path.realpath(place)) in seen:  # links may lead back
+            folders.clear()
+            continue
+        seen.add(there)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        paths += [Path(place, name) for name in names if not name.startswith(".")]
+    paths = sorted(path for path in paths if path.suffix.lower() in suffixes and path.is_file())
     for path in paths:
         _check_name(path)
     return paths
@@ -59,17 +66,24 @@ def _check_name(path: Path) -> None:
 def image_files(folder: Path) -> list[Path]:
     """The images in a folder, in natural order. Raises `UserError` as `listing` does, also for 1.png beside 1.jpg.
 
-    And for names such as 1.9 and 1.10, which as times stand in another order than as numbers.
+    And for names such as 1.9 and 1.10, which as times stand in another order than as numbers, unless they just count.
     """
     paths = [path for path in listing(folder) if path.suffix.lower() in IMAGE_SUFFIXES]
     paths = in_order(paths, lambda path: path.stem)
-    times = [re.fullmatch(r"(.*?)(\d+)\.(\d+)", path.stem) for path in paths]
-    if all(times) and len({time[1] for time in times}) == 1:
-        values = [(int(time[2]), time[3]) for time in times]  # digits after the point compare like words
-        for number in range(len(values) - 1):
-            if values[number] > values[number + 1]:
-                names = f"{paths[number].name} and {paths[number + 1].name}"
-                raise UserError(f"{folder}: the order of {names} is not clear; give all as many decimals")
+    times = [re.fullmatch(r"(.*?)(-?)(\d+)(?:\.(\d+))?(\D*)", path.stem) for path in paths]
+    if not all(times) or len({(time[1], time[5]) for time in times}) > 1 or not any(time[4] for time in times):
+        return paths
+    values = [(int(time[3]), time[4] or "") for time in times]  # digits after the point compare like words
+    counts = [int(digits or -1) for _, digits in values]
+    if len({whole for whole, _ in values}) == 1 and counts == list(range(counts[0], counts[0] + len(counts))):
+        return paths
+    pairs = zip(itertools.pairwise(paths), itertools.pairwise(values))
+    unclear = [names for names, (one, other) in pairs if one > other]
+    if len({time[2] for time in times}) > 1:
+        unclear.append(paths[:2])
+    if unclear:
+        names = " and ".join(path.name for path in unclear[0])
+        raise UserError(f"{folder}: the order of {names} is not clear; give all as many decimals, and no minus")
     return paths
 
 

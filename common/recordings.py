@@ -7,8 +7,9 @@ is wrong shows before the first shard; `Pictures` decodes the frames that are st
 import contextlib
 import csv
 import io
-import json
 import os
+import re
+import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -200,13 +201,17 @@ def read_table(path: Path, frames: int) -> tuple[list[np.ndarray], list[str] | N
             named = _has_header(path, text, frames)
             options = pyarrow.csv.ReadOptions(autogenerate_column_names=not named)
             table = pyarrow.csv.read_csv(io.BytesIO(text.encode()), options)
-            if len(table) < frames and not all(line.strip() for line in text.rstrip().splitlines()):
-                raise UserError(f"{path}: has empty lines, and {len(table)} rows for {frames} frames; are they rows?")
+            if len(table) < frames and len(table.column_names) == 1:
+                data = text.strip().partition("\n")[2] if named else text
+                lines = [line.strip() for line in data.strip().splitlines()]
+                if not all(lines) and any(lines[1::2]):  # not one behind each row
+                    raise UserError(f"{path}: has empty lines, and {len(table)} rows for {frames} frames: are these?")
         else:
             table = pq.read_table(path)
-            # What pandas keeps beside the columns, often the numbers of the rows.
-            index = json.loads((table.schema.metadata or {}).get(b"pandas", "{}")).get("index_columns", [])
-            table = table.drop_columns([name for name in index if name in table.column_names])
+            numbers = [name for name in table.column_names if re.fullmatch(r"__index_level_\d+__", name)]
+            table = table.drop_columns(numbers)  # by which pandas counts rows
+            if not table.column_names:
+                raise UserError(f"{path}: holds nothing but numbers of rows")
         return [matrix(table[name], path) for name in table.column_names], table.column_names if named else None
 
 
@@ -256,8 +261,8 @@ def beside(folder: Path | None, kinds: tuple[str, ...], paths: list[Path]) -> Ca
                 held[place / media.episode_name(path)].append(path)
 
     def find(path: Path) -> Path:
-        name = media.episode_name(path)
-        found = held[(folder / path.parent.name if mirrored else folder) / name]
+        name, place = media.episode_name(path), folder / path.parent.name if mirrored else folder
+        found = held[place / name] or held[place / unicodedata.normalize("NFC", path.name)]
         if len(found) != 1:
             *first, last = (f"{name}{kind}" for kind in kinds)
             raise UserError(f"{folder}: of {', '.join(first)} and {last} one is needed, {len(found)} are there")

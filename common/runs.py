@@ -197,6 +197,8 @@ def is_taken(run_dir: Path) -> bool:
             os.close(lock_file(path))
     except Taken:
         return True
+    except OSError:  # no locks, no permission: who writes to it says so
+        return False
     return False
 
 
@@ -282,6 +284,8 @@ class Run:
             args.num_labels = ()  # the run ends after the latent policy
         elif not train_set.action_variance:
             raise UserError(f"{train_set.folder}: its actions never change, so nothing can be learned from them")
+        if train_set.is_recorded and not args.distractors and not directory(args, script, defaults).exists():
+            raise UserError(f"{train_set.folder}: recorded videos are there as they are; leave out --no-distractors")
         identity = {
             "train_hash": train_set.hash,
             "test_hash": test_set.hash,

@@ -307,12 +307,25 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
     return finish(python("-c", code, env={**os.environ, "MUJOCO_GL": "egl", "PYTHONPATH": ".", **environment}))
 
 
+CHOICE = """
+import os
+from common.envs import make_env
+import mujoco.egl
+def create(create=mujoco.egl.create_initialized_egl_device_display):
+    print(os.environ.get("MUJOCO_EGL_DEVICE_ID"))
+    return create()
+mujoco.egl.create_initialized_egl_device_display = create
+for _ in range(2):
+    make_env("cheetah-run", renders=("clean",)).reset(seed=0)
+"""
+
+
 @pytest.mark.parametrize("gpu", ["0", "7", "GPU-5a"])
 def test_a_gpu_without_opengl_renders_on_another_device(gpu):
     """With a number of CUDA's that EGL knows, one that it does not, and a UUID; twice in one process."""
-    code = "from common.envs import make_env\n" + "make_env('cheetah-run', renders=('clean',)).reset(seed=0)\n" * 2
-    result = run_python(code, CUDA_VISIBLE_DEVICES=gpu)
+    result = run_python(CHOICE, CUDA_VISIBLE_DEVICES=gpu)
     assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == {"0": ["0"], "7": ["7", "None"]}.get(gpu, ["None"])
 
 
 BROKEN_GL = """

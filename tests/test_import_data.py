@@ -361,15 +361,20 @@ def test_what_is_a_header(tmp_path, first, rows, found):
 def test_empty_lines_and_the_numbers_of_rows(tmp_path):
     """An empty line may be a row whose action is missing; what pandas keeps beside the columns is no action."""
     path = tmp_path / "a.csv"
-    path.write_text("speed\n\n" + "0.5\n\n" * 9)
+    path.write_text("speed\n" + "0.5\n" * 4 + "\n" + "0.5\n" * 5)
     assert len(recordings.read_table(path, 9)[0][0]) == 9
-    with pytest.raises(UserError, match="has empty lines, and 9 rows for 10 frames; are they rows"):
+    with pytest.raises(UserError, match="has empty lines, and 9 rows for 10 frames: are these"):
         recordings.read_table(path, 10)
-    table = pa.table({"x": [0.5, 1.5], "__index_level_0__": [100, 101]})
-    about = {"pandas": json.dumps({"index_columns": ["__index_level_0__"]})}
-    pq.write_table(table.replace_schema_metadata(about), tmp_path / "a.parquet")
-    columns, names = recordings.read_table(tmp_path / "a.parquet", 2)
+    for text, rows in (("speed\n\n" + "0.5\n" * 9, 9), ("0.5\r\n\r\n" * 9, 9), ("0.5,1.5\n\n0.5,1.5\n" * 4, 8)):
+        path.write_text(text)  # below a header, behind each row, between rows of several columns: no row
+        assert len(recordings.read_table(path, rows + 1)[0][0]) == rows
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"x": [0.5, 1.5], "__index_level_0__": [100, 101]}), path)
+    columns, names = recordings.read_table(path, 2)
     assert names == ["x"] and columns[0].tolist() == [[0.5], [1.5]]
+    pq.write_table(pa.table({"__index_level_0__": [100, 101]}), path)
+    with pytest.raises(UserError, match="holds nothing but numbers of rows"):
+        recordings.read_table(path, 2)
 
 
 def test_columns_in_another_order(tmp_path, clips):
@@ -706,6 +711,19 @@ def test_wrong_files_of_tables_in_the_list_do_no_harm(tmp_path, robots):
     assert all((ours[key]["action"][:-1] == theirs[key]["action"][:-1]).all() for key in theirs)
 
 
+@pytest.mark.parametrize("version", ["v2.1", "v3.0"])
+def test_episodes_without_an_entry_matter_where_they_are_wanted(tmp_path, robots, version):
+    root = shutil.copytree(robots[version], tmp_path / "robot")
+    if version == "v2.1":
+        put(root / LIST, replaced('{"episode_index": 4, "tasks": ["move"], "length": 11}\n', ""))
+    else:
+        edit_episodes(root, lambda rows: rows.pop())
+    run(tmp_path, "lerobot", root, "--episodes", "0:3")
+    assert len(opened(tmp_path)) == 3
+    with pytest.raises(UserError, match="the tables have 1 episodes that it does not list: 4"):
+        run(tmp_path / "all", "lerobot", root, "--episodes", "0:5")
+
+
 def test_a_video_of_several_episodes_is_counted_once(tmp_path, robots, monkeypatch):
     decoded = []
     monkeypatch.setattr(lerobot, "decode_all", lambda path: decoded.append(path.name) or recordings.decode_all(path))
@@ -719,6 +737,8 @@ def test_a_folder_called_video_and_linked_folders(tmp_path, robots):
     for name in ("data", "video"):
         (tmp_path / "robot" / name).rename(tmp_path / name)
         (tmp_path / "robot" / name).symlink_to(tmp_path / name)
+    (tmp_path / "robot/back").symlink_to(tmp_path / "robot")
+    (tmp_path / "video/back").symlink_to(tmp_path / "robot")
     run(tmp_path, "lerobot", tmp_path / "robot")
     assert opened(tmp_path)["episode 4", 0.0]["shown"] == list(range(4, 15))
 

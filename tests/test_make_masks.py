@@ -270,6 +270,9 @@ def test_masks_by_the_names_of_the_videos(tmp_path):
         masks = make_masks.unpack(dataset.masks(np.arange(6)), 32)
         expected = [np.arange(3 * 32 * 32).reshape(3, 32, 32) % 7 == number for number in numbers]
         assert np.array_equal(masks, np.concatenate(expected))
+    shutil.move(data / "own/test", tmp_path / "test")
+    make(data, env="own", import_dir=given / "train", name="alone", split="train")  # which need not know of the other
+    shutil.move(tmp_path / "test", data / "own/test")
     shutil.rmtree(given / "test")
     with pytest.raises(UserError, match="train and test both have a, so folders train and test are needed here too"):
         make(data, env="own", import_dir=given, name="other")

@@ -1,5 +1,6 @@
 """What users bring: names in folders, images, masks and videos, with files as other programs write and damage them."""
 
+import contextlib
 import os
 import struct
 import subprocess
@@ -95,6 +96,13 @@ def test_images_that_are_named_by_their_times(tmp_path):
     assert [path.stem for path in media.image_files(tmp_path / "other")] == ["t99.9", "t99.95", "t100.0", "t100.05"]
     write_masks(tmp_path / "other", ["t100.1.png"])
     assert_refused(media.image_files, tmp_path / "other", r"order of t100\.1\.png and t100\.05\.png is not clear")
+    for number, names in enumerate((["0", "0.5", "0.25"], ["0.5s", "0.25s"], ["1.0", "-1.0"])):
+        (tmp_path / f"{number}").mkdir()
+        write_masks(tmp_path / f"{number}", [f"{name}.png" for name in names])
+        assert_refused(media.image_files, tmp_path / f"{number}", r"is not clear; give all as many decimals")
+    (tmp_path / "counted").mkdir()
+    write_masks(tmp_path / "counted", [f"cam0.{number}.png" for number in range(1, 12)])
+    assert [path.stem for path in media.image_files(tmp_path / "counted")][8:] == ["cam0.9", "cam0.10", "cam0.11"]
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -298,4 +306,6 @@ def test_a_caller_may_stop_early(videos):
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     if not children.exists():
         pytest.skip("no /proc with the children of a process")
-    assert not [pid for pid in children.read_text().split() if "ffmpeg" in os.readlink(f"/proc/{pid}/exe")]
+    for pid in children.read_text().split():
+        with contextlib.suppress(FileNotFoundError):  # one that has ended meanwhile
+            assert "ffmpeg" not in os.readlink(f"/proc/{pid}/exe")

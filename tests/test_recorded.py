@@ -85,8 +85,14 @@ def test_a_run_needs_no_simulator(script: str, actions: bool, masks: bool, tmp_p
 def test_there_is_one_render_of_recorded_videos(tmp_path: Path) -> None:
     data_dir = planted.write_recorded(tmp_path)
     assert Dataset(data_dir, "own", "train", None).render == Dataset(data_dir, "own", "train").render == "video"
-    with pytest.raises(UserError, match=r"recorded videos .* leave out --no-distractors"):
-        Dataset(data_dir, "own", "train", "clean")
+    for module in (masklam, laom_labels):
+        args = module.Args(
+            **TINY | methods.OWN[module.__name__] | {"data_dir": data_dir, "runs_dir": tmp_path / "runs"},
+            distractors=False,
+        )
+        with pytest.raises(UserError, match=r"recorded videos .* leave out --no-distractors"):
+            module.main(args)
+    assert not (tmp_path / "runs").exists()
     with pytest.raises(UserError, match=r"make_masks\.py --env own --box X0 Y0 X1 Y1 --data-dir"):
         Dataset(data_dir, "own", "train", mask_source="sam")
     with pytest.raises(UserError, match="--env all is for make_dataset"):
