@@ -177,8 +177,7 @@ class Context:
         """The command that makes the runs of an experiment, at this scale."""
         words = ["python", "reproduce.py", experiment, *more, *(["--quick"] if self.args.quick else [])]
         words += ["--seeds", str(self.args.seeds)] if self.args.seeds != 3 else []
-        words += ["--runs-dir", str(self.args.runs_dir)] if self.args.runs_dir != Path("runs") else []
-        return shlex.join([*words, *self.data_words()])
+        return shlex.join([*words, *self.runs_words(), *self.data_words()])
 
     def data_words(self) -> list[str]:
         """The flag that names the folder of the data sets."""
@@ -187,15 +186,15 @@ class Context:
 
     def probed_command(self) -> str:
         """A command that trains MaskLAM at this scale, probes it on the way, and has a name of its own."""
-        default = importlib.import_module("masklam").defaults(
-            [f"--env={self.envs[0]}", *(["--quick"] if self.args.quick else [])]
-        )
-        updates = default.lam_updates or 31_248  # the paper's on Meta-World
-        words = ["python", "masklam.py", "--env", self.envs[0], *(["--quick"] if self.args.quick else [])]
-        words += ["--stages", "lam", "--probe-at", *(str(max(1, updates // part)) for part in (16, 4, 1))]
-        words += ["--variant", "probed", *self.data_words()]
-        words += ["--runs-dir", str(self.args.runs_dir)] if self.args.runs_dir != Path("runs") else []
-        return shlex.join(words)
+        run = [f"--env={self.envs[0]}", *(["--quick"] if self.args.quick else [])]
+        updates = importlib.import_module("masklam").defaults(run).lam_updates or 30_000  # the paper's are a few more
+        probes = [str(updates // part) for part in (16, 4, 1)]
+        words = ["python", "masklam.py", *run, "--stages", "lam", "--probe-at", *probes, "--variant", "probed"]
+        return shlex.join([*words, *self.data_words(), *self.runs_words()])
+
+    def runs_words(self) -> list[str]:
+        """The flag that names the folder of the runs."""
+        return ["--runs-dir", str(self.args.runs_dir)] if self.args.runs_dir != Path("runs") else []
 
     def test_set(self, run: Run, mask_source: str | None = None) -> Dataset:
         """The held-out split that a run was tested on. UserError if it is not there any more."""
